@@ -1,0 +1,10 @@
+"""CuTe-DSL kernels of fa_a2a, on flash-attn-4. Importing this package costs nothing: no torch, no cutlass.
+
+cache      compiled kernels of this user, one shared object each; loads without importing cutlass
+toolchain  compiles for a named architecture, with or without a GPU in the machine
+ptx        the PTX instructions the DSL has no exact word for
+forward    flash-attn-4's attention with every extent and stride left open
+signal     the completion kernel: publish and await epochs across ranks
+litmus     does a system fence cover bulk stores to a peer?
+build      ahead-of-time compile of all of them
+"""

@@ -1,0 +1,51 @@
+"""Ahead-of-time compile of the default kernels into the cache. Needs no GPU: the result may be carried to one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from .forward import FORWARD_TILES, load_forward
+from .litmus import VARIANTS, load_litmus
+from .signal import load_signal
+
+NUM_SMS = {"sm_90a": 132, "sm_100a": 148}  # H100/H200 SXM, B200
+
+
+class Built(NamedTuple):
+    name: str
+    seconds: float  # near 0 where the cache had it
+
+
+def build_all(
+    arch: str,
+    num_sms: int | None = None,
+    head_dims: Iterable[int] = (64, 128),
+    dtypes: Iterable[str] = ("bfloat16", "float16"),
+    with_lse: Iterable[bool] = (False, True),
+    litmus: bool = False,
+    report: Callable[[Built], None] | None = None,
+) -> list[Built]:
+    """Compiles what is missing, one after the other; `report` is called after each. num_sms must be what load_forward
+    will be given on the GPU (it is part of the sm_100 kernels), by default that of the usual card."""
+    if arch not in NUM_SMS:
+        raise ValueError(f"arch is one of {', '.join(NUM_SMS)}, not {arch!r}")
+    sms = NUM_SMS[arch] if num_sms is None else num_sms
+    jobs: list[tuple[str, Callable[[], object]]] = [(f"signal {arch}", lambda: load_signal(arch))]
+    for head_dim in head_dims:
+        tile = FORWARD_TILES[arch, head_dim][0]
+        for dtype in dtypes:
+            for lse in with_lse:
+                name = f"forward {arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
+                jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_forward(d, t, arch, sms, with_lse=x)))
+    if litmus:
+        jobs += [(f"litmus {variant} {arch}", lambda v=variant: load_litmus(arch, v)) for variant in VARIANTS]
+    done = []
+    for name, job in jobs:
+        start = time.perf_counter()
+        job()
+        done.append(Built(name, time.perf_counter() - start))
+        if report is not None:
+            report(done[-1])
+    return done

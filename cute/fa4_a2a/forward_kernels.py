@@ -1,0 +1,96 @@
+"""The kernels behind forward.load_forward. Imports cutlass and flash-attn-4: only to compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
+from flash_attn.cute.tile_scheduler import StaticPersistentTileScheduler
+from flash_attn.cute.utils import AuxData
+
+from .forward import SM100_ROW_TILES, Tile
+from .toolchain import DTYPES, bshd, compile_for
+
+# options of upstream's __call__ that we leave out: so many before AuxData, so many after it
+ABSENT = {"sm_90a": (9, 2), "sm_100a": (10, 8)}
+
+
+class DenseForward:
+    """Upstream's launch with nothing but the six arguments that dense attention has."""
+
+    def __init__(self, kernel: Any, arch: str):
+        before, after = ABSENT[arch]
+        self.kernel = kernel
+        self.options = (*(None,) * before, AuxData(), *(None,) * after)
+
+    @cute.jit
+    def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse, scale: Float32, stream):
+        self.kernel(q, k, v, o, lse, scale, *self.options, stream)
+
+
+def compile_forward(
+    head_dim: int, dtype: str, arch: str, num_sms: int, tile: Tile, with_lse: bool, heads_per_kv: int
+) -> Any:
+    chunks, rows, keys, heads = (cute.sym_int32() for _ in range(4))  # shared: the launch compares equal extents
+    heads_kv = heads if heads_per_kv == 1 else cute.sym_int32()
+    element = DTYPES[dtype]
+    q, o = (bshd(element, chunks, rows, heads, head_dim) for _ in range(2))
+    k, v = (bshd(element, chunks, keys, heads_kv, head_dim) for _ in range(2))
+    lse = None
+    if with_lse:
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        lse = make_fake_tensor(Float32, (chunks, heads, rows), strides, assumed_align=4)
+    make = {"sm_90a": _sm90, "sm_100a": _sm100}[arch]
+    kernel = lambda: DenseForward(make(element, head_dim, tile, heads_per_kv, num_sms), arch)
+    return compile_for(arch, kernel, q, k, v, o, lse, Float32(1.0))
+
+
+def _sm90(element: Any, head_dim: int, tile: Tile, heads_per_kv: int, num_sms: int) -> FlashAttentionForwardSm90:
+    return FlashAttentionForwardSm90(
+        element,
+        head_dim,
+        head_dim,
+        heads_per_kv,
+        is_causal=False,
+        is_local=False,
+        pack_gqa=False,
+        tile_m=tile.rows,
+        tile_n=tile.keys,
+        num_stages=2,
+        num_threads=(tile.rows // 64 + 1) * 128,
+        Q_in_regs=False,
+        intra_wg_overlap=True,
+        mma_pv_is_rs=True,
+    )
+
+
+def _sm100(element: Any, head_dim: int, tile: Tile, heads_per_kv: int, num_sms: int) -> FlashAttentionForwardSm100:
+    kernel = FlashAttentionForwardSm100(
+        head_dim,
+        head_dim,
+        qhead_per_kvhead=heads_per_kv,
+        is_causal=False,
+        is_local=False,
+        pack_gqa=False,
+        m_block_size=tile.rows,
+        n_block_size=tile.keys,
+        q_stage=SM100_ROW_TILES,
+        is_static_persistent=True,
+        use_2cta_instrs=head_dim == 128,  # upstream's choice for dense attention: D = 128 only
+    )
+
+    class GivenSms(StaticPersistentTileScheduler):
+        """Upstream asks the driver for the number of SMs while tracing; here it is told."""
+
+        @staticmethod
+        def get_grid_shape(params: Any, *, loc: Any = None, ip: Any = None) -> tuple[Any, Any, Any]:
+            ctas = num_sms // params.cluster_shape_m * params.cluster_shape_m
+            return cutlass.min(ctas, params.total_blocks_cluster * params.cluster_shape_m), Int32(1), Int32(1)
+
+    kernel.TileScheduler = GivenSms
+    return kernel

@@ -1,0 +1,178 @@
+"""The kernel behind signal.load_signal. Imports cutlass: only to compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from . import ptx
+from .signal import ARRIVED, EPOCH, FINGERPRINT, MAX_RANKS, READY, Failure, Flags, Record, Word
+from .toolchain import compile_for, vector
+
+POLL_NS = 32  # between two looks, each of which goes past L1
+
+
+@cute.jit
+def reached(found: Int64, epoch: Int64) -> Boolean:
+    """By signed difference, which wraps: right also where the counters pass 2^63 and 2^64."""
+    return found - epoch >= 0
+
+
+class Signal:
+    """One warp; lane p deals with peer p. Lanes past num_ranks take part in votes only."""
+
+    @cute.jit
+    def __call__(
+        self,
+        peer_blocks: cute.Tensor,
+        rank: Int32,
+        num_ranks: Int32,
+        word: Int32,
+        flags: Int32,
+        fingerprint: Int64,
+        deadline_ns: Int64,
+        record: Int64,
+        stream,
+    ):
+        self.kernel(peer_blocks, rank, num_ranks, word, flags, fingerprint, deadline_ns, record).launch(
+            grid=(1, 1, 1), block=(MAX_RANKS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        peer_blocks: cute.Tensor,
+        rank: Int32,
+        num_ranks: Int32,
+        word: Int32,
+        flags: Int32,
+        fingerprint: Int64,
+        deadline_ns: Int64,
+        record: Int64,
+    ):
+        lane = cute.arch.thread_idx()[0]
+        start = ptx.globaltimer()
+        own = peer_blocks[rank]
+        peer = own
+        if lane < num_ranks:
+            peer = peer_blocks[lane]
+
+        # The epoch word is touched by this kernel alone, and its launches on a workspace follow each other in stream
+        # order. All lanes read it before lane 0 writes it: the warp barrier is in between.
+        epoch = ptx.load_relaxed_sys(own + 8 * EPOCH)
+        if flags & int(Flags.ADVANCE) != 0:
+            epoch += 1  # wraps; epochs are compared by signed difference
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.store_relaxed_sys(own + 8 * EPOCH, epoch)
+
+        if flags & int(Flags.PUBLISH) != 0:
+            self.publish(peer, lane, rank, num_ranks, word, epoch, fingerprint)
+        # No lane waits before all have published: else two ranks could wait for each other's unpublished lanes.
+        cute.arch.sync_warp()
+        if flags & int(Flags.WAIT) != 0:
+            self.wait(own, lane, rank, num_ranks, word, epoch, fingerprint, start, deadline_ns, record)
+
+    @cute.jit
+    def publish(
+        self, peer: Int64, lane: Int32, rank: Int32, num_ranks: Int32, word: Int32, epoch: Int64, fingerprint: Int64
+    ):
+        """Order: everything that earlier kernels of this stream wrote or read, then the fingerprint, then the word.
+
+        Release side. Earlier kernels' accesses happen before this kernel's first instruction: the kernel boundary
+        completes their stores, bulk ones included, and their reads, which is what READY promises beside (src has
+        stopped reading). The fence is cumulative: what happens before it, in whichever thread and to whichever GPU, is
+        ordered before this lane's store below for any observer in the system. That this holds for bulk stores to a
+        peer is the boundary variant of litmus.py. Each lane executes the fence itself, since a fence releases only
+        through a later store of the same thread; one warp instruction does it for all 32.
+        The fingerprint goes before that same fence, so whoever acquires the word sees it. It cannot overwrite one that
+        the peer has yet to compare: the peer compared call n-1's before it published READY of n-1, and this rank waited
+        for that READY before its call n.
+        """
+        if lane < num_ranks and word == int(Word.ARRIVED):
+            ptx.store_relaxed_sys(peer + 8 * (FINGERPRINT + Int64(rank)), fingerprint)
+        ptx.fence_acq_rel_sys()
+        if lane < num_ranks:
+            ptx.store_relaxed_sys(peer + 8 * (self.first_word(word) + rank), epoch)
+
+    @cute.jit
+    def wait(
+        self,
+        own: Int64,
+        lane: Int32,
+        rank: Int32,
+        num_ranks: Int32,
+        word: Int32,
+        epoch: Int64,
+        fingerprint: Int64,
+        start: Int64,
+        deadline_ns: Int64,
+        record: Int64,
+    ):
+        """Acquire side. Lane p's ld.acquire.sys that finds peer p's relaxed store (or a later one of p's, which is
+        released no earlier) synchronizes with p's fence: all that p released happens before what follows this lane's
+        load. Later kernels of this stream come after all lanes by kernel boundary, so they read, also by TMA, what
+        every peer released. The protocol never lets a word run past the expected epoch; if one does, it has certainly
+        arrived.
+
+        The loop is uniform: a lane that has failed ends it for all at once, however long the others would have to wait.
+        """
+        found, found_fingerprint, code = epoch, fingerprint, Int32(0)
+        pending = lane < num_ranks
+        while cute.arch.vote_any_sync(pending) and not cute.arch.vote_any_sync(code != 0):
+            if pending:
+                found = ptx.load_acquire_sys(own + 8 * (self.first_word(word) + lane))
+                if reached(found, epoch):
+                    pending = False
+                    if word == int(Word.ARRIVED):
+                        # after the acquire above, so it is the one that was released before that word
+                        found_fingerprint = ptx.load_relaxed_sys(own + 8 * (FINGERPRINT + Int64(lane)))
+                        if found_fingerprint != fingerprint:
+                            code = Int32(int(Failure.FINGERPRINT))
+                elif ptx.globaltimer() - start > deadline_ns:
+                    code = Int32(int(Failure.DEADLINE))
+            if cute.arch.vote_any_sync(pending):
+                ptx.nanosleep(POLL_NS)
+
+        failed = cute.arch.vote_ballot_sync(code != 0)
+        if code != 0 and (failed & ((Int32(1) << lane) - 1)) == 0:  # the lowest failed lane reports
+            if code == int(Failure.DEADLINE):
+                found_fingerprint = Int64(0)
+            self.report(record, code, word, rank, lane, epoch, found, fingerprint, found_fingerprint)
+
+    @cute.jit
+    def report(
+        self,
+        record: Int64,
+        code: Int32,
+        word: Int32,
+        rank: Int32,
+        peer: Int32,
+        epoch: Int64,
+        found: Int64,
+        fingerprint: Int64,
+        found_fingerprint: Int64,
+    ):
+        """The code comes after a fence: a host that sees it sees the rest. The second fence has the stores leave the
+        GPU before the trap ends the kernel."""
+        ptx.store_relaxed_sys(record + 8 * int(Record.WORD), Int64(word))
+        ptx.store_relaxed_sys(record + 8 * int(Record.RANK), Int64(rank))
+        ptx.store_relaxed_sys(record + 8 * int(Record.PEER), Int64(peer))
+        ptx.store_relaxed_sys(record + 8 * int(Record.EXPECTED_EPOCH), epoch)
+        ptx.store_relaxed_sys(record + 8 * int(Record.FOUND_EPOCH), found)
+        ptx.store_relaxed_sys(record + 8 * int(Record.EXPECTED_FINGERPRINT), fingerprint)
+        ptx.store_relaxed_sys(record + 8 * int(Record.FOUND_FINGERPRINT), found_fingerprint)
+        ptx.fence_acq_rel_sys()
+        ptx.store_relaxed_sys(record + 8 * int(Record.CODE), Int64(code))
+        ptx.fence_acq_rel_sys()
+        ptx.trap()
+
+    def first_word(self, word: Int32) -> Int64:
+        return Int64(ARRIVED) + Int64(word) * (READY - ARRIVED)
+
+
+def compile_signal(arch: str) -> Any:
+    i32, i64 = Int32(0), Int64(0)
+    return compile_for(arch, Signal, vector(Int64), i32, i32, i32, i32, i64, i64, i64)

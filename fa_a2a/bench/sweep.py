@@ -1,0 +1,216 @@
+"""The sequence-length sweep: what the exchange after attention costs, serial and fused, beside attention alone.
+
+Methods, all over head-sharded inputs (B, S, h, D), us per call, median over rounds of the maximum over ranks:
+  fa_only        the kernel on plain tensors, the better of its default tile and others we would use
+  serial         that kernel, an all-to-all, one permute
+  fused_sender   the kernel storing into its peers; waiting only after the last call of a round
+  fused_ready    the same, and each call waits until every peer's tiles are here
+  fused_local    the same kernel and views with every store local
+  fused_op       attention_gather as a user calls it: opens the call, fused_ready, host work included
+E_res = fused - fa_only (the paper's); cost = fused - fused_local, paired round by round.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm.group import Group, resolve
+from ..errors import FaA2AError
+from ..layout import Word
+from ..nn import UlyssesAttention
+from ..ops import fused, serial
+from ..ops.functional import HeadShards, attention_gather
+from ..ops.plan import Plan
+from ..xstage import AttentionShape, audit_attention, hidden_fraction, load_profile, speedup
+from .record import environment
+from .timing import Method, interleaved, paired
+
+_TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the sweep; shapes of the whole sequence and all heads."""
+
+    seq_len: int
+    num_heads: int
+    head_dim: int
+    batch: int
+    dtype: str
+    kernel: str
+    rounds: int
+    profile: str
+
+
+def inputs(case: Case, group: Group, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random q, k, v (B, s, H, D) of this rank."""
+    generator = torch.Generator(device).manual_seed(1 + group.rank)
+    shape = (case.batch, case.seq_len // group.size, case.num_heads, case.head_dim)
+    q, k, v = (torch.randn(shape, generator=generator, device=device, dtype=torch.float32) for _ in range(3))
+    dtype = getattr(torch, case.dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def measure(case: Case, device: torch.device, tick: Callable[[], object]) -> dict[str, Any]:
+    """The case's JSON line. Correctness first: a fused result that differs from serial by a bit ends the sweep."""
+    group = resolve(None)
+    q, k, v = inputs(case, group, device)
+    equal = _bitwise_equal(case, q, k, v)
+    q, k, v = serial.scatter(q, k, v, group)
+    shards = HeadShards.from_tensors(q, k, v, kernel=case.kernel, exchange="fused")
+    plan, workspace = shards._plan, group.workspace
+    assert workspace is not None
+    sink, local = fused.peer_sink(workspace, plan.shape, q.dtype), fused.local_sink(plan.shape, q.dtype, device)
+    memory, signals, scale = workspace.memory, workspace.signals, plan.request.scale
+
+    def barrier() -> None:
+        memory.signal(signals, Word.READY, advance=True, publish=True, wait=True)
+
+    rotated = (shards._q, shards._k, shards._v)
+    to_peers = _launcher(plan, rotated, scale, sink)
+    to_local = _launcher(plan, rotated, scale, local)
+
+    def ready() -> None:
+        to_peers()
+        barrier()
+
+    methods = {
+        "fused_sender": Method(to_peers, barrier),
+        "fused_local": Method(to_local),
+        "fused_ready": Method(ready),
+        "serial": Method(lambda: serial.attend(q, k, v, plan, group)),
+        "fused_op": Method(lambda: attention_gather(HeadShards(*rotated, group, plan, False))),
+    }
+    for name, adapter in _alone(plan, device).items():
+        methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
+    calls = _calls(methods["fused_local"].call, device)
+    times = interleaved(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick)
+    return _line(case, device, group, plan, times, equal, calls)
+
+
+def _launcher(plan: Plan, qkv: tuple[torch.Tensor, ...], scale: float, sink: Any) -> Callable[[], None]:
+    """The kernel's launches for one call, prepared once where the adapter can: launches are timed, not view making."""
+    prepare = getattr(plan.adapter, "launches", None)
+    if prepare is None:
+        return lambda: plan.adapter.fused(*qkv, scale, sink, False)  # type: ignore[call-arg]
+    launches = prepare(*qkv, scale, sink, False)
+
+    def call() -> None:
+        for launch in launches:
+            launch()
+
+    return call
+
+
+def _alone(plan: Plan, device: torch.device) -> dict[str, Any]:
+    """Adapters whose better one is fa_only, by method name."""
+    others = getattr(plan.adapter, "alternatives", dict)()
+    return {"fa_only": plan.adapter} | {f"fa_only_{name}": adapter for name, adapter in others.items()}
+
+
+def _bitwise_equal(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whole layer, fused against serial with the same kernel, outputs poisoned; the verdict is every rank's."""
+    group = resolve(None)
+    with torch.no_grad():
+        want = UlyssesAttention(kernel=case.kernel, exchange="collective", copy=True)(q, k, v)
+        layer = UlyssesAttention(kernel=case.kernel, exchange="fused")
+        layer(q, k, v).fill_(float("nan"))
+        got = layer(q, k, v)
+    bad = int(not torch.equal(got, want))
+    verdict = torch.tensor([bad], device=q.device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+    if verdict.item():
+        differing = int((got != want).sum())
+        raise FaA2AError(
+            f"fused and serial attention differ at S={case.seq_len}, H={case.num_heads}, P={group.size} "
+            f"({differing} of {want.numel()} elements on rank {group.rank}): a bug; no time is reported"
+        )
+    return True
+
+
+def _calls(call: Callable[[], object], device: torch.device) -> int:
+    """Calls per timed region, the same on every rank."""
+    from .timing import _time
+
+    call()
+    us = torch.tensor([_time(call, 1, device)], dtype=torch.float64, device=device)
+    dist.all_reduce(us, op=dist.ReduceOp.MAX)
+    if device.type != "cuda":
+        return 1
+    return min(40, max(3, math.ceil(_TARGET_ROUND_US / us.item())))
+
+
+def predict(case: Case, num_ranks: int, tile_rows: int) -> dict[str, float | None]:
+    """X-Stage's prediction of the sender-visible and the ready cost from the profile, in us; None without one."""
+    none: dict[str, float | None] = {"predicted_sender_us": None, "predicted_ready_us": None}
+    try:
+        shape = AttentionShape(
+            batch=case.batch,
+            seq_len=case.seq_len,
+            num_heads=case.num_heads,
+            head_dim=case.head_dim,
+            num_ranks=num_ranks,
+            tile_rows=tile_rows,
+        )
+        audit = audit_attention(shape, load_profile(case.profile))
+    except FaA2AError:
+        return none
+    return {"predicted_sender_us": _us(audit.sender_us), "predicted_ready_us": _us(audit.ready_us)}
+
+
+def _us(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def _line(
+    case: Case,
+    device: torch.device,
+    group: Group,
+    plan: Plan,
+    times: dict[str, list[float]],
+    equal: bool,
+    calls: int,
+) -> dict[str, Any]:
+    median = {name: statistics.median(values) for name, values in times.items()}
+    alone = min((name for name in times if name.startswith("fa_only")), key=lambda name: median[name])
+    cost_sender, ci_sender = paired(times["fused_sender"], times["fused_local"])
+    cost_ready, ci_ready = paired(times["fused_ready"], times["fused_local"])
+    serial_us, alone_us = median["serial"], median[alone]
+    try:
+        hidden = round(hidden_fraction(serial_us=serial_us, fused_us=median["fused_sender"], attention_us=alone_us), 3)
+    except FaA2AError:
+        hidden = None
+    fields = asdict(case)
+    fields |= {"kernel": plan.kernel, "exchange": plan.exchange, "local_heads": plan.shape.local_heads}
+    return {
+        "kind": "sweep",
+        **environment(device, group.size),
+        **fields,
+        "fa_only_tile": alone.removeprefix("fa_only_") if alone != "fa_only" else "default",
+        "fa_only_us": _us(alone_us),
+        "serial_us": _us(serial_us),
+        "fused_sender_us": _us(median["fused_sender"]),
+        "fused_ready_us": _us(median["fused_ready"]),
+        "fused_local_us": _us(median["fused_local"]),
+        "fused_op_us": _us(median["fused_op"]),
+        "e_res_sender_us": _us(median["fused_sender"] - alone_us),
+        "e_res_ready_us": _us(median["fused_ready"] - alone_us),
+        "cost_sender_us": _us(cost_sender),
+        "cost_sender_ci_us": _us(ci_sender),
+        "cost_ready_us": _us(cost_ready),
+        "cost_ready_ci_us": _us(ci_ready),
+        **predict(case, group.size, getattr(plan.adapter, "tile_rows", 128)),
+        "speedup_sender": round(speedup(serial_us=serial_us, fused_us=median["fused_sender"]), 4),
+        "speedup_ready": round(speedup(serial_us=serial_us, fused_us=median["fused_ready"]), 4),
+        "hidden_fraction": hidden,
+        "bitwise_equal": equal,
+        "calls_per_round": calls,
+        "rounds_us": {name: [round(x, 2) for x in values] for name, values in times.items()},
+    }

@@ -1,0 +1,87 @@
+"""Interleaved timing: every method once a round, because clocks drift by 5-10 % within a minute of full load."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+# two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom; 1.96 beyond
+_T95 = (
+    *(12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """`call` is timed; `after` runs behind the timed region of a round, for what a method leaves open."""
+
+    call: Callable[[], object]
+    after: Callable[[], object] = lambda: None
+
+
+def interleaved(
+    methods: dict[str, Method],
+    *,
+    rounds: int,
+    calls: int,
+    device: torch.device,
+    align: Callable[[], object],
+    tick: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Microseconds per call of each method: one value a round, the maximum over ranks. The first round is dropped.
+
+    align: makes the ranks' streams start together. Collective over the default group.
+    """
+    results: dict[str, list[float]] = {name: [] for name in methods}
+    for index in range(rounds + 1):
+        for name, method in methods.items():
+            method.call()
+            method.after()
+            _wait(device)
+            dist.barrier()
+            align()
+            us = torch.tensor([_time(method.call, calls, device)], dtype=torch.float64, device=device)
+            method.after()
+            _wait(device)
+            dist.all_reduce(us, op=dist.ReduceOp.MAX)
+            if index:
+                results[name].append(us.item())
+        tick()
+    return results
+
+
+def _time(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - begin) * 1e6 / calls
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    for _ in range(calls):
+        call()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) * 1e3 / calls
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Median of a - b, round by round, and half the width of the mean's 95 % interval."""
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    n = len(differences)
+    if n < 2:
+        return differences[0], math.inf
+    quantile = _T95[n - 2] if n - 2 < len(_T95) else 1.96
+    return statistics.median(differences), quantile * statistics.stdev(differences) / math.sqrt(n)

@@ -1,0 +1,128 @@
+"""The command fa-a2a: sweep, plot, compile, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .errors import ConfigurationError, FaA2AError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="fa-a2a", description="attention with the all-to-all inside")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_sweep(commands.add_parser("sweep", help="time serial and fused attention against sequence length"))
+    plot = commands.add_parser("plot", help="plot the lines of results files")
+    plot.add_argument("results", nargs="+", type=Path, help="JSON-lines files")
+    plot.add_argument("--out", type=Path, default=Path("sweep.png"))
+    build = commands.add_parser("compile", help="compile the GPU kernels into the cache; needs no GPU")
+    build.add_argument("--arch", default=None, help="sm_90a or sm_100a; this machine's GPU by default")
+    build.add_argument("--num-sms", type=int, default=None, help="SMs of that GPU; 132 for sm_90a, 148 for sm_100a")
+    litmus = commands.add_parser("litmus", help="memory ordering of stores to a peer: does the fence cover them?")
+    litmus.add_argument("--rounds", type=int, default=20000)
+    litmus.add_argument("--out", type=Path, default=Path("fa_a2a_results/litmus.jsonl"))
+    commands.add_parser("doctor", help="what this machine offers, and which path 'auto' takes")
+    arguments = parser.parse_args(argv)
+    try:
+        return int(globals()[f"_{arguments.command}"](arguments))
+    except FaA2AError as error:
+        print(f"fa-a2a: {error}", file=sys.stderr)
+        return 1
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1 with commas between, got {text!r}")
+    return numbers
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU")
+    parser.add_argument("--ranks", type=_numbers, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument("--seq-lens", type=_numbers, help="of the whole sequence; 4608 to 32768, on CPUs 256 to 1024")
+    parser.add_argument("--heads", type=_numbers, help="24 and 12, on CPUs 8")
+    parser.add_argument("--head-dim", type=int, help="128, on CPUs 64")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16, on CPUs float32")
+    parser.add_argument("--kernel", default="auto", help="fa4 or cpu; auto takes what this machine runs best")
+    parser.add_argument("--rounds", type=int, help="timed rounds; 12, on CPUs 3")
+    parser.add_argument("--profile", default="h200x4", help="platform profile for the prediction: name or JSON file")
+    parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/sweep.jsonl"), help="JSON lines go here")
+    parser.add_argument("--plot", type=Path, help="the plot; beside --out by default")
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .bench import launch, main
+
+    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
+    cases = main.cases(arguments, kind)
+    ranks = main.rank_counts(arguments.ranks, kind)
+    plot = arguments.plot or arguments.out.with_suffix(".png")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for count in ranks:
+        launch.run(main.sweep_body, count, kind, cases, arguments.out)
+    if launch.is_main():
+        main.show(arguments.out, plot)
+    return 0
+
+
+def _litmus(arguments: argparse.Namespace) -> int:
+    from .bench import launch, litmus
+
+    launch.run(litmus.body, 2, "cuda", arguments.rounds, arguments.out)
+    return 0
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    from . import plot
+    from .bench.record import read
+
+    missing = [str(path) for path in arguments.results if not path.is_file()]
+    if missing:
+        raise ConfigurationError(f"no such results file: {', '.join(missing)}")
+    plot.sweep([line for path in arguments.results for line in read(path)], arguments.out)
+    print(arguments.out)
+    return 0
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    import torch
+
+    arch = arguments.arch
+    if arch is None:
+        if not torch.cuda.is_available():
+            raise ConfigurationError("no GPU to compile for is visible; name one with --arch sm_90a or --arch sm_100a")
+        arch = "sm_{}{}a".format(*torch.cuda.get_device_capability())
+    num_sms = arguments.num_sms
+    if num_sms is None:
+        if torch.cuda.is_available():
+            num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        else:
+            num_sms = {"sm_90a": 132, "sm_100a": 148}.get(arch, 132)
+    try:
+        from fa4_a2a.build import build_all
+    except ImportError as error:
+        raise ConfigurationError(f"the CuTe DSL is not installed ({error}); pip install 'fa_a2a[cu13]'") from error
+    build_all(arch, num_sms)
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import report
+
+    for line in report():
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Symmetric memory of a process group, and the protocol that says who may read or write it."""

@@ -1,0 +1,204 @@
+"""The symmetric buffers of one group: one Q, K, V, O and LSE, grow-only, and the signal words beside them.
+
+Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are published at system scope):
+  scatter    stores q, k, v to every peer and publishes arrived = n. Allowed, since in call n-1 this rank acquired
+             ready >= n-1 from every peer, so none still reads what was sent for n-1.
+  attention  starts after acquiring arrived >= n from every peer. An owner published that after its last use of O of
+             call n-1 in stream order, so O may be overwritten.
+  ready      is published when the attention kernel has ended, and acquired from every peer before O is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import config
+from ..errors import ShapeError, WorkspaceError
+from ..layout import (
+    ARRIVED_WORD,
+    EPOCH_WORD,
+    SIGNAL_BYTES,
+    ExchangeShape,
+    Word,
+    WorkspaceMap,
+    chunk_owners,
+    signed_difference,
+)
+from .symmetric import SymmetricBlock, SymmetricMemory
+
+if TYPE_CHECKING:
+    from .group import Group
+
+_GUARD = 0xA5
+
+
+class Workspace:
+    """Buffers and call order of one group. Made by every rank of the group together; so is every growth and `close`."""
+
+    def __init__(self, group: Group, memory: SymmetricMemory, timeout_s: float) -> None:
+        self.group, self.memory = group, memory
+        self.owners = chunk_owners(group.rank, memory.positions, memory.world)
+        orders = [chunk_owners(r, memory.positions, memory.world) for r in range(group.size)]
+        self.my_chunk_at = tuple(order.index(group.rank) for order in orders)  # where my queries lie in each peer's Q
+        self.signals = memory.allocate(SIGNAL_BYTES, timeout_s)
+        self.block: SymmetricBlock | None = None
+        self.map = WorkspaceMap()
+        self.turn = "scatter"
+        self.closed = False
+        self._last_stream: torch.cuda.Stream | None = None
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Symmetric bytes held on this rank. torch's memory statistics do not see them on GPUs."""
+        return 0 if self.closed else SIGNAL_BYTES + (self.block.nbytes if self.block is not None else 0)
+
+    def fits(self, shape: ExchangeShape) -> bool:
+        return self.block is not None and self.map.grown(shape) == self.map
+
+    def reserve(self, shape: ExchangeShape, timeout_s: float) -> None:
+        """Grows the buffers to hold `shape`, if they do not yet. Views of the old buffers end here.
+
+        Collective where it grows; all ranks know the same shapes, so they grow together.
+        """
+        if self.fits(shape):
+            return
+        if self.memory.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise WorkspaceError(
+                    "the workspace cannot grow while a CUDA graph is captured; run the call once before"
+                )
+            torch.cuda.synchronize(self.memory.device)
+        new_map = self.map.grown(shape)
+        if self.block is not None:
+            self.group.barrier("growth", timeout_s)  # nobody stores into the old block any more
+            self.memory.free(self.block, timeout_s)
+            self.block = None
+        self.block = self.memory.allocate(new_map.total_bytes, timeout_s)
+        self.map = new_map
+        for offset, nbytes in self.map.guards():
+            self.block.peers[self.group.rank][offset : offset + nbytes] = _GUARD
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)
+        self.group.barrier("grown", timeout_s)
+
+    def damaged_guards(self) -> list[int]:
+        """Byte offsets of guard regions of this rank that somebody wrote to; empty if all is well."""
+        if self.block is None:
+            return []
+        own = self.block.peers[self.group.rank]
+        return [at for at, nbytes in self.map.guards() if bool((own[at : at + nbytes] != _GUARD).any())]
+
+    def address(self, name: str, rank: int) -> int:
+        """Where `rank`'s buffer of that name is mapped here."""
+        assert self.block is not None
+        return self.block.addresses[rank] + self.map.offset(name)
+
+    def _view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        assert self.block is not None
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        start = self.map.offset(name)
+        if numel * dtype.itemsize > self.map.capacity(name):
+            raise ShapeError(f"{name} of shape {shape} does not fit the workspace's {self.map.capacity(name)} bytes")
+        return self.block.peers[rank][start : start + numel * dtype.itemsize].view(dtype).view(shape)
+
+    def head_sharded(self, name: str, rank: int, shape: ExchangeShape, dtype: torch.dtype) -> torch.Tensor:
+        """`rank`'s Q, K or V as (batch, S, h, D). Q's rows are in `rank`'s chunk order."""
+        return self._view(name, rank, (shape.batch, shape.seq_len, shape.local_heads, shape.head_dim), dtype)
+
+    def output(self, rank: int, shape: ExchangeShape, dtype: torch.dtype) -> torch.Tensor:
+        """`rank`'s O as (batch, s, H, D)."""
+        return self._view("o", rank, (shape.batch, shape.local_seq, shape.num_heads, shape.head_dim), dtype)
+
+    def lse(self, rank: int, shape: ExchangeShape) -> torch.Tensor:
+        """`rank`'s LSE as (batch, H, s), float32."""
+        return self._view("lse", rank, (shape.batch, shape.num_heads, shape.local_seq), torch.float32)
+
+    # -- protocol ----------------------------------------------------------------------------------------------------
+
+    def check(self, timeout_s: float) -> None:
+        """Raises if the workspace is closed, poisoned, or a wait of an earlier call failed."""
+        if self.closed:
+            raise WorkspaceError(
+                "the workspace is closed; make a new UlyssesAttention or call again after fa_a2a.close"
+            )
+        fault = self.memory.fault()
+        if fault is not None and self.group.poisoned is None:
+            error = fault.error(timeout_s)
+            self.group.poisoned = str(error)
+            raise error
+        self.group.check_usable()
+
+    def take_turn(self, step: str) -> None:
+        """Calls alternate scatter, attention; anything else would overwrite what a peer still reads."""
+        if step != self.turn:
+            raise WorkspaceError(
+                f"calls on a workspace alternate scatter_heads and attention_gather; got {step}, due was {self.turn}"
+            )
+        self.turn = "attention" if step == "scatter" else "scatter"
+
+    def order_streams(self) -> None:
+        """Makes the current stream wait for the stream of the call before, if that was another one."""
+        if self.memory.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.memory.device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+
+    def announce(self, fingerprint: int, timeout_s: float) -> None:
+        """Opens call n: publishes that this rank's stores for it are done, and waits for everyone's."""
+        self._signal(Word.ARRIVED, timeout_s, advance=True, publish=True, wait=True, fingerprint=fingerprint)
+
+    def finish(self, timeout_s: float) -> None:
+        """Closes call n: publishes that this rank's part of every output is stored, and waits for everyone's."""
+        self._signal(Word.READY, timeout_s, publish=True, wait=True)
+
+    def abort(self) -> None:
+        """Tells the peers, who have begun a call that this rank cannot make, that there will be none."""
+        self.memory.signal(self.signals, Word.ARRIVED, advance=True, publish=True, fingerprint=0)
+
+    def peers_ahead(self) -> list[int]:
+        """Ranks that have already begun the call after this rank's last one. Waits for work enqueued so far."""
+        words = self.memory.words(self.signals)
+        epoch = words[EPOCH_WORD]
+        return [r for r in range(self.group.size) if signed_difference(words[ARRIVED_WORD + r], epoch) > 0]
+
+    def _signal(self, word: Word, timeout_s: float, **steps: object) -> None:
+        try:
+            self.memory.signal(self.signals, word, timeout_s=timeout_s, **steps)  # type: ignore[arg-type]
+        except Exception as error:
+            self.group.poisoned = str(error)
+            raise
+
+    def poison_output(self) -> None:
+        """Debug mode: fills O and LSE with NaN, so that whatever a call fails to write shows."""
+        if config.debug() and self.block is not None:
+            own = self.block.peers[self.group.rank]
+            for name in ("o", "lse"):
+                own[self.map.offset(name) : self.map.offset(name) + self.map.capacity(name)] = 0xFF
+
+    def check_guards(self) -> None:
+        """Debug mode: raises WorkspaceError if a guard region was written to. Waits for the device."""
+        if config.debug() and (damaged := self.damaged_guards()):
+            self.group.poisoned = f"guard regions at bytes {damaged} were overwritten"
+            raise WorkspaceError(f"{self.group.poisoned}: a store went past its buffer; this is a bug of fa_a2a")
+
+    def close(self, timeout_s: float) -> None:
+        """Frees the buffers. Collective; outputs that are views of the workspace end here."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.memory.device.type == "cuda" and self.memory.fault() is None:
+            torch.cuda.synchronize(self.memory.device)
+        if self.group.poisoned is None:
+            self.group.barrier("close", timeout_s)
+        if self.block is not None:
+            self.memory.free(self.block, timeout_s)
+        self.memory.free(self.signals, timeout_s)
+        self.block = None

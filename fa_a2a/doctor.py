@@ -1,0 +1,91 @@
+"""What this machine offers, and which path kernel="auto" and exchange="auto" will take, with the reason."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+import torch
+
+from . import config
+from .bench.record import _versions
+from .lifecycle import memory_bytes
+from .ops import kernels
+
+
+def report() -> Iterator[str]:
+    """Lines of the report. Starts no process group; what needs several ranks is said as such."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    yield f"python {platform.python_version()} on {platform.platform()}"
+    yield "versions: " + ", ".join(f"{name} {text}" for name, text in _versions(device).items())
+    yield from _gpus()
+    yield from _kernels(device)
+    yield from _path(device)
+    yield "symmetric memory: " + _memory()
+    yield "cache: " + _cache()
+    yield "environment:"
+    for variable in config.VARIABLES:
+        yield f"  {variable.name}={config.read(variable.name)}  ({variable.meaning})"
+
+
+def _gpus() -> Iterator[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        yield "GPUs: none; attention runs on CPU processes"
+        return
+    for index in range(count):
+        p = torch.cuda.get_device_properties(index)
+        peers = [j for j in range(count) if j != index and torch.cuda.can_device_access_peer(index, j)]
+        yield (
+            f"GPU {index}: {p.name}, compute capability {p.major}.{p.minor}, {p.multi_processor_count} SMs, "
+            f"{p.total_memory / 2**30:.0f} GiB; accesses the memory of GPUs {peers or 'none'}"
+        )
+
+
+def _kernels(device: torch.device) -> Iterator[str]:
+    dtype = torch.bfloat16
+    for name in kernels.KERNELS:
+        trouble = kernels.problem(name, device, dtype, 128, False)
+        ran = "" if kernels.verified(name, device) else "; compiled for this GPU, not yet run on one"
+        yield f"kernel {name}: {'usable' + ran if trouble is None else 'not usable: ' + trouble}"
+
+
+def _path(device: torch.device) -> Iterator[str]:
+    if device.type == "cpu":
+        yield 'auto: kernel "cpu", exchange "fused" through shared memory, where all ranks are processes of this host'
+        return
+    trouble = kernels.problem("fa4", device, torch.bfloat16, 128, False)
+    from .comm.nvshmem import find
+
+    trouble = trouble or find(device)["problem"]
+    if trouble is None and not kernels.verified("fa4", device):
+        trouble = "kernel 'fa4' has not been run on this kind of GPU"
+    count = torch.cuda.device_count()
+    blind = [
+        (i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)
+    ]
+    if trouble is None and blind:
+        trouble = f"GPU {blind[0][0]} cannot access the memory of GPU {blind[0][1]}"
+    if trouble is not None:
+        yield f'auto: kernel "torch", exchange "collective": {trouble}'
+        return
+    yield 'auto: kernel "fa4", exchange "fused" through NVSHMEM, for head_dim 64 and 128 in bfloat16 and float16'
+    if count < 2:
+        yield "  one GPU is visible: the stride of the peers' mappings shows with two; run under torchrun to check it"
+
+
+def _memory() -> str:
+    held = memory_bytes()
+    per_group = ", ".join(f"group {name}: {size / 2**20:.1f} MiB" for name, size in held.items())
+    return (per_group or "no workspace in this process") + "; torch's memory statistics do not see it on GPUs"
+
+
+def _cache() -> str:
+    try:
+        from fa4_a2a.cache import cache_dir, cached_kernels
+
+        found = cached_kernels()
+    except ImportError:
+        return "no CuTe DSL installed"
+    current = [k for k in found if k.current]
+    return f"{cache_dir()}: {len(current)} kernels of this version, {len(found) - len(current)} of others"

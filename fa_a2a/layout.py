@@ -1,0 +1,190 @@
+"""Index algebra of the exchange: who owns what, in which order, and where it lies. No torch, no devices.
+
+Shape suffixes: B batch, S tokens of the whole sequence, s = S/P tokens of one rank, H heads, h = H/P heads of one
+rank, D head dimension, P ranks. Layout of tensors is always (batch, seq, heads, head_dim).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from .errors import ShapeError
+
+GUARD_BYTES = 1024  # untouched bytes around every buffer of a workspace
+ALIGN_BYTES = 1024  # TMA needs 16; whole 1 KiB steps keep every buffer's swizzle atoms aligned
+MAX_RANKS = 32  # one lane of the signal kernel's warp for each peer
+MAX_TMA_STRIDE_BYTES = 1 << 40  # a tensor map holds strides below 2^40, in multiples of 16 bytes
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """Shape of one call, the same on every rank. `seq_len` and `num_heads` count the whole sequence and all heads."""
+
+    batch: int
+    seq_len: int
+    num_heads: int
+    head_dim: int
+    num_ranks: int
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq_len", "num_heads", "head_dim", "num_ranks", "itemsize"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_ranks > MAX_RANKS:
+            raise ShapeError(f"a group has at most {MAX_RANKS} ranks, got {self.num_ranks}")
+        if self.seq_len % self.num_ranks:
+            raise ShapeError(
+                f"the sequence must divide evenly over the ranks: {self.seq_len} tokens over {self.num_ranks} ranks; "
+                "pad the sequence to a multiple"
+            )
+        if self.num_heads % self.num_ranks:
+            raise ShapeError(
+                f"the heads must divide evenly over the ranks: {self.num_heads} heads over {self.num_ranks} ranks; "
+                "use a number of ranks that divides the heads"
+            )
+
+    @property
+    def local_seq(self) -> int:
+        return self.seq_len // self.num_ranks
+
+    @property
+    def local_heads(self) -> int:
+        return self.num_heads // self.num_ranks
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of one of Q, K, V or O on one rank, head-sharded or sequence-sharded alike."""
+        return self.batch * self.seq_len * self.local_heads * self.head_dim * self.itemsize
+
+    @property
+    def lse_bytes(self) -> int:
+        return self.batch * self.num_heads * self.local_seq * 4
+
+
+def chunk_owners(rank: int, positions: Sequence[int], world: int) -> tuple[int, ...]:
+    """Owner of each chunk, in the order in which `rank` finds its peers in memory.
+
+    positions: place of each group rank among the `world` mappings (its PE); own heap first, then the next place, and
+    around. Chunk 0 is always the own one. For a group that is the whole world this is (rank + c) mod P.
+    """
+    here = positions[rank]
+    return tuple(sorted(range(len(positions)), key=lambda p: (positions[p] - here) % world))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive chunks whose buffers lie one equal stride apart: one launch of a kernel that takes strides."""
+
+    start: int
+    length: int
+    stride_bytes: int
+
+
+def equal_stride_runs(addresses: Sequence[int]) -> tuple[Run, ...]:
+    """Splits chunks, given the address of each one's buffer, into the fewest launches (greedy, left to right).
+
+    A stride that a tensor map cannot hold (not a positive multiple of 16 bytes below 2^40) ends the run.
+    """
+    runs: list[Run] = []
+    start = 0
+    while start < len(addresses):
+        length, stride = 1, 0
+        if start + 1 < len(addresses):
+            stride = addresses[start + 1] - addresses[start]
+            if 0 < stride < MAX_TMA_STRIDE_BYTES and stride % 16 == 0:
+                length = 2
+                while start + length < len(addresses):
+                    if addresses[start + length] - addresses[start + length - 1] != stride:
+                        break
+                    length += 1
+        runs.append(Run(start, length, stride if length > 1 else 0))
+        start += length
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` query rows of one head of one chunk, from `row` on."""
+
+    chunk: int
+    head: int
+    row: int
+    rows: int
+
+
+def tile_order(num_chunks: int, num_heads: int, rows: int, tile_rows: int) -> Iterator[Tile]:
+    """Tiles chunk by chunk and head by head; chunk 0, the own one, comes last, so that the end of the kernel stores
+    locally while the last remote stores drain."""
+    for c in range(num_chunks):
+        chunk = (c + 1) % num_chunks
+        for head in range(num_heads):
+            for row in range(0, rows, tile_rows):
+                yield Tile(chunk, head, row, min(tile_rows, rows - row))
+
+
+class Word(IntEnum):
+    """Which of a rank's monotone words a publication or a wait is about."""
+
+    ARRIVED = 0  # src's q, k, v of call n are in my buffers
+    READY = 1  # src's part of my output of call n is in my buffers, and src has stopped reading what I sent
+
+
+# Signal block of one rank, in u64 words; the kernels know the same offsets. Written by peers but for EPOCH.
+EPOCH_WORD = 0
+ARRIVED_WORD = 32
+FINGERPRINT_WORD = 64
+READY_WORD = 96
+SIGNAL_WORDS = 128
+SIGNAL_BYTES = SIGNAL_WORDS * 8
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+BUFFER_NAMES = ("q", "k", "v", "o", "lse")
+
+
+@dataclass(frozen=True)
+class WorkspaceMap:
+    """Byte map of a workspace's symmetric data block: guard, Q, guard, K, guard, V, guard, O, guard, LSE, guard."""
+
+    tensor_bytes: int = 0
+    lse_bytes: int = 0
+
+    def grown(self, shape: ExchangeShape) -> WorkspaceMap:
+        """The smallest map that holds this one's buffers and `shape`'s."""
+        return WorkspaceMap(
+            max(self.tensor_bytes, aligned(shape.tensor_bytes)), max(self.lse_bytes, aligned(shape.lse_bytes))
+        )
+
+    def capacity(self, name: str) -> int:
+        return self.lse_bytes if name == "lse" else self.tensor_bytes
+
+    def offset(self, name: str) -> int:
+        return GUARD_BYTES + BUFFER_NAMES.index(name) * (self.tensor_bytes + GUARD_BYTES)
+
+    def guards(self) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of every guard region."""
+        ends = [self.offset(name) + self.capacity(name) for name in BUFFER_NAMES]
+        return ((0, GUARD_BYTES), *((end, GUARD_BYTES) for end in ends))
+
+    @property
+    def total_bytes(self) -> int:
+        return self.offset("lse") + self.lse_bytes + GUARD_BYTES
+
+
+def signed_difference(a: int, b: int) -> int:
+    """a - b for 64-bit counters that may wrap: how epochs are compared."""
+    half = 1 << 63
+    return (a - b + half) % (1 << 64) - half
+
+
+def fingerprint(text: str) -> int:
+    """63-bit hash of a call's configuration; never 0 (unset) and never negative."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1

@@ -1,0 +1,44 @@
+"""Start and end of the symmetric memory: what a program may do explicitly, and rarely has to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import config
+from .comm.group import all_groups, resolve
+from .ops.functional import deadline
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def initialize(device: torch.device | None = None, timeout_s: float | None = None) -> None:
+    """Joins this GPU to the symmetric memory of the default group. Collective over the default process group.
+
+    Only needed on ranks that belong to no group that calls attention, while others do: NVSHMEM starts on all ranks
+    together. device: the current CUDA device by default. Raises UnsupportedError where the GPUs cannot share memory.
+    """
+    from .comm.nvshmem import initialize as start
+
+    where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    start(where, deadline(timeout_s), int(config.read_number("FA_A2A_ARENA_MIB") * (1 << 20)))
+
+
+def close(group: ProcessGroup | DeviceMesh | str | None = None, timeout_s: float | None = None) -> None:
+    """Frees the group's workspace and forgets its errors. Collective over the group.
+
+    Outputs that are views of the workspace end here. The next call makes a new workspace.
+    """
+    where = resolve(group)
+    if where.workspace is not None:
+        where.workspace.close(deadline(timeout_s))
+        where.workspace = None
+    where.reset()
+
+
+def memory_bytes() -> dict[str, int]:
+    """Symmetric bytes of this rank by group name. On GPUs torch's memory statistics do not see them."""
+    return {g.name: g.workspace.allocated_bytes for g in all_groups() if g.workspace is not None}

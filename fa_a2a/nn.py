@@ -1,0 +1,105 @@
+"""UlyssesAttention: what stands where a model's attention was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .comm.group import resolve
+from .errors import UnsupportedError
+from .ops import schema
+from .ops.functional import attention_gather, deadline, scatter_heads
+from .ops.plan import Plan, check_choices
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class UlyssesAttention(torch.nn.Module):
+    """Sequence-parallel attention: tokens are sharded over the ranks outside, heads inside.
+
+    group: a ProcessGroup, a one-dimensional DeviceMesh (an axis of a larger one), or None for the default group, looked
+        up at the first call; the module may be built before torch.distributed is initialised.
+    kernel: "auto", "fa4", "torch" or "cpu": which attention. exchange: "auto", "fused" (the kernel stores its output
+        into the owners' memory) or "collective" (torch.distributed). "auto" may fall back and logs the reason once;
+        a name never falls back.
+    copy: return an ordinary tensor. False returns a view of the workspace where the path has one: valid until the next
+        call on the same group, by whichever module.
+    timeout_s: deadline for the peers in seconds, FA_A2A_TIMEOUT_S or 30 by default.
+
+    The module has no parameters. `last_plan` says what the last eager call did and why. Under torch.compile the
+    output is always an ordinary tensor. Source: arXiv:2309.14509 (Ulysses), arXiv:2607.23264 (fused exchange).
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | DeviceMesh | None = None,
+        kernel: str = "auto",
+        exchange: str = "auto",
+        copy: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.timeout_s = deadline(timeout_s)
+        check_choices(kernel, exchange, self.timeout_s)
+        self.kernel, self.exchange, self.copy = kernel, exchange, copy
+        self.last_plan: Plan | None = None
+        self._requested_group = group
+
+    def extra_repr(self) -> str:
+        return f"kernel={self.kernel!r}, exchange={self.exchange!r}, copy={self.copy}, timeout_s={self.timeout_s:g}"
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _name(self) -> str:
+        return resolve(self._requested_group).name
+
+    def forward(
+        self,
+        q_BsHD: torch.Tensor,
+        k_BsHD: torch.Tensor,
+        v_BsHD: torch.Tensor,
+        scale: float | None = None,
+        causal: bool = False,
+        key_lengths: torch.Tensor | None = None,
+        shard_sizes: list[int] | None = None,
+        replicated_text: int | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """q, k, v: (batch, seq/P, heads, head_dim), this rank's tokens of all heads, the same shape on every rank.
+
+        scale: factor of the scores, head_dim**-0.5 by default. return_lse: also return the log-sum-exp
+        (batch, heads, seq/P) float32. causal, key_lengths, shard_sizes and replicated_text are not carried out yet and
+        must be left alone. Returns (batch, seq/P, heads, head_dim). Raises like `scatter_heads`.
+        """
+        for name, value in (("causal", causal), ("key_lengths", key_lengths), ("shard_sizes", shard_sizes)):
+            if value is not None and value is not False:
+                raise UnsupportedError(f"{name} is not supported yet: full attention over equal shards only")
+        if replicated_text is not None:
+            raise UnsupportedError("replicated_text is not supported yet: shard text and image tokens alike")
+        if torch.compiler.is_compiling():
+            factor = q_BsHD.shape[-1] ** -0.5 if scale is None else scale
+            out: torch.Tensor
+            out, lse = schema.ulysses_attention(
+                q_BsHD, k_BsHD, v_BsHD, self._name(), self.kernel, self.exchange, factor, return_lse, self.timeout_s
+            )
+            return (out, lse) if return_lse else out
+        group = resolve(self._requested_group)
+        shards = scatter_heads(
+            q_BsHD,
+            k_BsHD,
+            v_BsHD,
+            group.handle,
+            scale=scale,
+            return_lse=return_lse,
+            kernel=self.kernel,
+            exchange=self.exchange,
+            timeout_s=self.timeout_s,
+        )
+        self.last_plan = shards._plan
+        result, lse_or_none = attention_gather(shards, copy=self.copy, timeout_s=self.timeout_s)
+        if return_lse:
+            assert lse_or_none is not None
+            return result, lse_or_none
+        return result

@@ -1,0 +1,154 @@
+"""The functions beneath UlyssesAttention, one for each half of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import config
+from ..comm.group import Group, resolve
+from ..errors import FaA2AError, ShapeError
+from . import fused, serial
+from .plan import Plan, Request, check_choices, make_request, settle
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class HeadShards:
+    """Head-sharded q, k, v between the two exchanges. Opaque: on the fused path Q's rows are rotated by rank and the
+    tensors are views of the workspace, so they must not be taken for (batch, seq, heads, head_dim) tensors."""
+
+    _q: torch.Tensor
+    _k: torch.Tensor
+    _v: torch.Tensor
+    _group: Group
+    _plan: Plan
+    _announced: bool
+
+    @classmethod
+    def from_tensors(
+        cls,
+        q_BShD: torch.Tensor,
+        k_BShD: torch.Tensor,
+        v_BShD: torch.Tensor,
+        group: ProcessGroup | DeviceMesh | str | None = None,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        kernel: str = "auto",
+        exchange: str = "auto",
+        timeout_s: float | None = None,
+    ) -> HeadShards:
+        """Wraps tensors that are head-sharded already: (B, S, h, D), rows in the order of the whole sequence. Q is
+        copied into the order that the fused path wants. Raises like `scatter_heads`."""
+        where = resolve(group)
+        plan = _plan(where, q_BShD, k_BShD, v_BShD, scale, return_lse, kernel, exchange, timeout_s, head_sharded=True)
+        if plan.exchange == "fused":
+            assert where.workspace is not None
+            q_BShD = torch.cat([q_BShD.chunk(where.size, dim=1)[owner] for owner in where.workspace.owners], dim=1)
+        return cls(q_BShD, k_BShD, v_BShD, where, plan, False)
+
+
+def _plan(
+    group: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    return_lse: bool,
+    kernel: str,
+    exchange: str,
+    timeout_s: float | None,
+    head_sharded: bool = False,
+) -> Plan:
+    seconds = deadline(timeout_s)
+    request: Request | FaA2AError
+    try:
+        check_choices(kernel, exchange, seconds)
+        request = make_request(
+            q,
+            k,
+            v,
+            group,
+            kernel=kernel,
+            exchange=exchange,
+            scale=scale,
+            with_lse=return_lse,
+            head_sharded=head_sharded,
+        )
+    except FaA2AError as error:
+        request = error
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    return settle(group, request, device, seconds)
+
+
+def deadline(timeout_s: float | None) -> float:
+    return config.read_number("FA_A2A_TIMEOUT_S") if timeout_s is None else timeout_s
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def scatter_heads(
+    q_BsHD: torch.Tensor,
+    k_BsHD: torch.Tensor,
+    v_BsHD: torch.Tensor,
+    group: ProcessGroup | DeviceMesh | str | None = None,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+    exchange: str = "auto",
+    timeout_s: float | None = None,
+) -> HeadShards:
+    """The exchange before attention: each rank gives its tokens of all heads and gets all tokens of its heads.
+
+    q, k, v: (batch, seq/P, heads, head_dim), any strides with contiguous head_dim; bfloat16 or float16, on CPUs also
+    float32. Every rank of `group` calls it with the same shapes and options.
+    scale: factor of the scores, head_dim**-0.5 by default. timeout_s: deadline for the peers, in seconds.
+    Returns HeadShards for `attention_gather`, which must be the next call on this group.
+    Raises ShapeError, UnsupportedError, ConfigurationError for bad input, the same on every rank; PeerMismatchError
+    where ranks differ; PeerTimeoutError where one does not come; WorkspaceError out of order or after an error.
+    Source: DeepSpeed Ulysses (arXiv:2309.14509).
+    """
+    where = resolve(group)
+    plan = _plan(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s)
+    if where.size == 1:
+        return HeadShards(q_BsHD, k_BsHD, v_BsHD, where, plan, True)
+    if plan.exchange == "collective":
+        return HeadShards(*serial.scatter(q_BsHD, k_BsHD, v_BsHD, where), where, plan, True)
+    assert where.workspace is not None
+    parts = fused.scatter(q_BsHD, k_BsHD, v_BsHD, plan, where.workspace, deadline(timeout_s))
+    return HeadShards(*parts, where, plan, True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention_gather(
+    shards: HeadShards, *, copy: bool = False, timeout_s: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention with the exchange after it inside.
+
+    Returns (out, lse): out (batch, seq/P, heads, head_dim) in the inputs' dtype; lse (batch, heads, seq/P) float32, the
+    natural logarithm of the sum of exponentiated scaled scores, or None if scatter_heads was not asked for it.
+    On the fused path both are views of the workspace, valid until the next call on the same group; copy=True returns
+    ordinary tensors. Raises PeerTimeoutError and WorkspaceError like `scatter_heads`.
+    Source: the exchange rides on the kernel's own stores, arXiv:2607.23264.
+    """
+    if not isinstance(shards, HeadShards):
+        raise ShapeError(f"attention_gather takes what scatter_heads returned, got {type(shards).__name__}")
+    group, plan, seconds = shards._group, shards._plan, deadline(timeout_s)
+    group.check_usable()
+    if plan.exchange == "collective":
+        return serial.attend(shards._q, shards._k, shards._v, plan, group)
+    workspace = group.workspace
+    assert workspace is not None
+    workspace.check(seconds)
+    if not shards._announced:
+        fused.announce(plan, workspace, seconds)
+    out, lse = fused.attend(shards._q, shards._k, shards._v, plan, workspace, seconds)
+    if copy:
+        out, lse = out.clone(), None if lse is None else lse.clone()
+    return out, lse

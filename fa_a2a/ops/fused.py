@@ -1,0 +1,106 @@
+"""The fused path: stores into the peers' buffers instead of collectives. See comm/workspace.py for why it is safe."""
+
+from __future__ import annotations
+
+import torch
+
+from ..comm.workspace import Workspace
+from ..layout import ExchangeShape
+from .kernels import Sink
+from .plan import Plan
+from .trace import step
+
+
+def scatter(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace, timeout_s: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stores each head slice of q, k, v (B, s, H, D) into its owner's buffers, and waits for the peers' slices.
+
+    Returns this rank's Q, K, V (B, S, h, D), views of the workspace; Q's rows are in chunk order, so that the attention
+    kernel finds each owner's queries where its strides put them.
+    """
+    shape, group = plan.shape, workspace.group
+    workspace.take_turn("scatter")
+    workspace.order_streams()
+    with step("scatter_heads", q.device):
+        for peer in workspace.owners:
+            heads = slice(peer * shape.local_heads, (peer + 1) * shape.local_heads)
+            at = {"q": workspace.my_chunk_at[peer], "k": group.rank, "v": group.rank}
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                there = workspace.head_sharded(name, peer, shape, x.dtype)
+                rows = slice(at[name] * shape.local_seq, (at[name] + 1) * shape.local_seq)
+                _store(there[:, rows], x[:, :, heads])
+        workspace.poison_output()
+        workspace.announce(plan.fingerprint, timeout_s)
+    return tuple(workspace.head_sharded(name, group.rank, shape, q.dtype) for name in "qkv")  # type: ignore[return-value]
+
+
+def announce(plan: Plan, workspace: Workspace, timeout_s: float) -> None:
+    """Opens a call whose q, k, v did not come through `scatter`: the peers' outputs may be written after it."""
+    workspace.take_turn("scatter")
+    workspace.order_streams()
+    workspace.poison_output()
+    workspace.announce(plan.fingerprint, timeout_s)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace, timeout_s: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over (B, S, h, D), Q in chunk order, each tile stored to its owner as it is done; returns when (on
+    GPUs: the stream goes on when) every peer's tiles are here.
+
+    O (B, s, H, D) and LSE (B, H, s) are views of the workspace, valid until the next call on it.
+    """
+    request, shape, rank = plan.request, plan.shape, workspace.group.rank
+    workspace.take_turn("attention")
+    workspace.order_streams()
+    sink = peer_sink(workspace, shape, q.dtype)
+    try:
+        with step("attention", q.device):
+            plan.adapter.fused(q, k, v, request.scale, sink, request.with_lse)
+    except Exception as error:
+        workspace.group.poisoned = f"attention failed: {error}"
+        raise
+    with step("finish", q.device):
+        workspace.finish(timeout_s)
+    workspace.check_guards()
+    return workspace.output(rank, shape, q.dtype), workspace.lse(rank, shape) if request.with_lse else None
+
+
+def peer_sink(workspace: Workspace, shape: ExchangeShape, dtype: torch.dtype) -> Sink:
+    """This rank's heads in every owner's output, chunk by chunk."""
+    heads = slice(workspace.group.rank * shape.local_heads, (workspace.group.rank + 1) * shape.local_heads)
+    return Sink(
+        tuple(workspace.output(owner, shape, dtype)[:, :, heads] for owner in workspace.owners),
+        tuple(workspace.lse(owner, shape)[:, heads] for owner in workspace.owners),
+    )
+
+
+def local_sink(shape: ExchangeShape, dtype: torch.dtype, device: torch.device) -> Sink:
+    """The same views over local memory: what the kernel costs when no store leaves the GPU."""
+    o = torch.empty(
+        shape.num_ranks, shape.batch, shape.local_seq, shape.num_heads, shape.head_dim, dtype=dtype, device=device
+    )
+    lse = torch.empty(shape.num_ranks, shape.batch, shape.num_heads, shape.local_seq, device=device)
+    heads = slice(0, shape.local_heads)
+    return Sink(tuple(x[:, :, heads] for x in o), tuple(x[:, heads] for x in lse))
+
+
+def _store(there: torch.Tensor, x: torch.Tensor) -> None:
+    """Copies x into a peer's buffer, 16 bytes a step where both sides allow it: a copy of 2-byte elements would send
+    eight times as many stores over the links."""
+    wide, narrow = torch.complex128, x.dtype
+    ratio = wide.itemsize // narrow.itemsize
+    if all(_wide(t, ratio) for t in (there, x)):
+        there, x = there.view(wide), x.view(wide)
+    there.copy_(x, non_blocking=True)
+
+
+def _wide(t: torch.Tensor, ratio: int) -> bool:
+    return (
+        t.stride(-1) == 1
+        and t.shape[-1] % ratio == 0
+        and t.storage_offset() % ratio == 0
+        and t.data_ptr() % 16 == 0
+        and all(stride % ratio == 0 for stride in t.stride()[:-1])
+    )

@@ -1,0 +1,101 @@
+"""The attention kernels by name, and where each one can run. Adapters are imported only when used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from ..errors import ConfigurationError
+from ..layout import Run, equal_stride_runs
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Where a fused kernel's output goes, chunk by chunk. Views may lie in other ranks' memory.
+
+    o[c]: (B, rows, h, D), chunk c's rows and this rank's heads inside the owner's output; lse[c]: (B, h, rows).
+    """
+
+    o: tuple[torch.Tensor, ...]
+    lse: tuple[torch.Tensor, ...]
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return equal_stride_runs([t.data_ptr() for t in self.o])
+
+
+class AttentionKernel(Protocol):
+    """One attention kernel on one device. q, k, v: (B, S, h, D)."""
+
+    name: str
+    can_fuse: bool  # stores tiles into other ranks' memory itself
+
+    def local(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention on this rank alone: O (B, S, h, D) and, if asked for, LSE (B, h, S) float32.
+
+        chunks: into how many equal parts a later exchange divides the rows; a kernel whose rounding depends on where
+        its tiles begin starts one at each part, so that the serial and the fused path agree bitwise."""
+        ...
+
+    def fused(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool
+    ) -> None:
+        """Attention whose tiles are stored to `sink` as they finish; q's rows are in chunk order."""
+        ...
+
+
+_ADAPTERS = {"cpu": "cpu", "torch": "sdpa", "fa4": "fa4"}
+KERNELS = tuple(_ADAPTERS)
+
+
+def problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> str | None:
+    """Why the kernel cannot run this on `device`, or None. Cheap; imports no kernel."""
+    if name == "torch":
+        return "kernel 'torch' returns no log-sum-exp" if with_lse else None
+    if name == "cpu":
+        return None if device.type == "cpu" else f"kernel 'cpu' runs on CPU tensors, got {device.type}"
+    if name == "fa4":
+        return _fa4_problem(device, dtype, head_dim)
+    raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(KERNELS)}, got {name!r}")
+
+
+def _fa4_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type != "cuda":
+        return f"kernel 'fa4' runs on NVIDIA GPUs, got {device.type} tensors"
+    if (capability := torch.cuda.get_device_capability(device)) not in ((9, 0), (10, 0)):
+        return (
+            f"kernel 'fa4' is built for compute capability 9.0 and 10.0, this GPU has {capability[0]}.{capability[1]}"
+        )
+    if head_dim not in (64, 128):
+        return f"kernel 'fa4' takes head dimensions 64 and 128, got {head_dim}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"kernel 'fa4' takes bfloat16 and float16, got {dtype}"
+    return _missing_package()
+
+
+@lru_cache(maxsize=1)
+def _missing_package() -> str | None:
+    for module in ("cutlass", "flash_attn", "tvm_ffi"):
+        if importlib.util.find_spec(module) is None:
+            return f"kernel 'fa4' needs the package that provides '{module}'; pip install 'fa_a2a[cu13]'"
+    return None
+
+
+def verified(name: str, device: torch.device) -> bool:
+    """Whether the kernel was run, not only compiled, on this kind of device. 'auto' takes no other."""
+    return name != "fa4" or (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
+
+
+@lru_cache(maxsize=32)
+def load(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> AttentionKernel:
+    """The kernel's adapter; compiles it, or takes it from the cache, before it returns."""
+    module = importlib.import_module(f"{__package__}.{_ADAPTERS[name]}")
+    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse)
+    return adapter

@@ -1,0 +1,324 @@
+"""From a call's arguments to what every rank will do: checks, agreement between the ranks, choice of path.
+
+Agreement is what makes bad input one clear error on every rank. A configuration that the group has not seen is
+exchanged over the host channel before anything is compiled, allocated or stored; from then on its fingerprint travels
+with the data, and a rank that departs from the others ends the call everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import config
+from ..comm.group import Group
+from ..comm.symmetric import SymmetricMemory
+from ..comm.workspace import Workspace
+from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError, ShapeError, UnsupportedError
+from ..layout import ExchangeShape, fingerprint
+from . import kernels
+from .kernels import AttentionKernel
+
+log = logging.getLogger("fa_a2a")
+
+EXCHANGES = ("fused", "collective")
+MAX_KNOWN = 4096  # configurations remembered for each group; the oldest is agreed on anew
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call's configuration, the same on every rank. Shapes are those of the whole exchange."""
+
+    batch: int
+    seq_len: int
+    num_heads: int
+    head_dim: int
+    dtype: str
+    device: str
+    kernel: str
+    exchange: str
+    scale: float
+    with_lse: bool
+    head_sharded: bool  # inputs did not come through scatter_heads
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def shape(self, num_ranks: int) -> ExchangeShape:
+        return ExchangeShape(
+            self.batch, self.seq_len, self.num_heads, self.head_dim, num_ranks, self.torch_dtype.itemsize
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call does: `kernel` computes attention, `exchange` moves its output; `reason` says why these."""
+
+    kernel: str
+    exchange: str
+    reason: str
+    shape: ExchangeShape
+    request: Request
+    fingerprint: int
+    adapter: AttentionKernel
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises ShapeError or UnsupportedError for inputs that no path takes. Peers are compared later."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor) or t.dim() != 4:
+            got = f"{t.dim()} dimensions" if isinstance(t, torch.Tensor) else type(t).__name__
+            raise ShapeError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {got}")
+        if t.dtype != q.dtype or t.device != q.device:
+            raise ShapeError(
+                f"q, k and v must have one dtype and device; q has {q.dtype} on {q.device}, "
+                f"{name} {t.dtype} on {t.device}"
+            )
+        if t.shape != q.shape:
+            raise ShapeError(
+                f"q, k and v must have one shape (self-attention, as many key heads as query heads); q has "
+                f"{tuple(q.shape)}, {name} {tuple(t.shape)}"
+            )
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires grad, and there is no backward; "
+                "call it under torch.no_grad() or torch.inference_mode()"
+            )
+    if min(q.shape) < 1:
+        raise ShapeError(f"q, k and v must not be empty, got shape {tuple(q.shape)}")
+    allowed = (torch.bfloat16, torch.float16) + ((torch.float32,) if q.device.type == "cpu" else ())
+    if q.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ShapeError(f"dtype must be one of {names} on {q.device.type}, got {q.dtype}; cast q, k and v first")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ShapeError(f"tensors must be on cpu or cuda, got {q.device}")
+    if q.shape[3] % 8:
+        raise ShapeError(f"head_dim must be a multiple of 8, got {q.shape[3]}; pad the heads")
+
+
+def check_choices(kernel: str, exchange: str, timeout_s: float) -> None:
+    if kernel != "auto" and kernel not in kernels.KERNELS:
+        raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(kernels.KERNELS)}, got {kernel!r}")
+    if exchange != "auto" and exchange not in EXCHANGES:
+        raise ConfigurationError(f"exchange must be 'auto' or one of {', '.join(EXCHANGES)}, got {exchange!r}")
+    if not 0 < timeout_s < float("inf"):
+        raise ConfigurationError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
+
+
+def make_request(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    *,
+    kernel: str,
+    exchange: str,
+    scale: float | None,
+    with_lse: bool,
+    head_sharded: bool,
+) -> Request:
+    """Checks the arguments of this rank and describes them. Raises ShapeError, UnsupportedError."""
+    check_tensors(q, k, v)
+    batch, seq, heads, head_dim = q.shape
+    request = Request(
+        batch=batch,
+        seq_len=seq if head_sharded else seq * group.size,
+        num_heads=heads * group.size if head_sharded else heads,
+        head_dim=head_dim,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device=q.device.type,
+        kernel=kernel,
+        exchange=exchange,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        with_lse=with_lse,
+        head_sharded=head_sharded,
+    )
+    request.shape(group.size)
+    return request
+
+
+def settle(group: Group, request: Request | FaA2AError, device: torch.device, timeout_s: float) -> Plan:
+    """The plan every rank of the group follows for this request; raises the same error on every rank otherwise.
+
+    In steady state this is a dictionary look-up. A request that is an error is this rank's own failure: it is told to
+    the others before it is raised.
+    """
+    group.check_usable()
+    if group.workspace is not None:
+        group.workspace.check(timeout_s)
+    if isinstance(request, Request):
+        mark = fingerprint(json.dumps(asdict(request)))
+        plan = group.plans.get(mark)
+        if plan is not None and not _agree_each_time(plan):
+            return plan
+    else:
+        mark, plan = 0, None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if isinstance(request, FaA2AError):
+            raise request
+        raise ConfigurationError(
+            "a CUDA graph can capture only calls that ran once before; run the call once, then capture"
+        )
+    reports = _agree(group, request, device, timeout_s)
+    if plan is None:
+        assert isinstance(request, Request)
+        plan = _prepare(group, request, mark, reports, device, timeout_s)
+        while len(group.plans) >= MAX_KNOWN:
+            group.plans.pop(next(iter(group.plans)))
+        group.plans[mark] = plan
+    return plan
+
+
+def _agree_each_time(plan: Plan) -> bool:
+    """Collectives carry no fingerprint. Between CPU processes the exchange of words costs little, so each call is
+    compared; on GPUs only new configurations are, since the host must not wait for its peers there."""
+    return plan.exchange == "collective" and plan.request.device == "cpu" and plan.shape.num_ranks > 1
+
+
+def _agree(
+    group: Group, request: Request | FaA2AError, device: torch.device, timeout_s: float
+) -> list[dict[str, str | None]]:
+    if isinstance(request, Request):
+        mine: dict[str, str | None] = {"request": json.dumps(asdict(request)), "error": None}
+        for name in kernels.KERNELS:
+            mine[name] = kernels.problem(name, device, request.torch_dtype, request.head_dim, request.with_lse)
+    else:
+        mine = {"request": None, "error": f"{type(request).__name__}: {request}"}
+    if group.size == 1:
+        if isinstance(request, FaA2AError):
+            raise request
+        return [mine]
+
+    def watch() -> None:
+        """Peers that have begun a call this rank knows nothing of are not coming to agree: end theirs, too."""
+        if group.workspace is None or not (ahead := group.workspace.peers_ahead()):
+            return
+        group.workspace.abort()
+        what = str(request) if isinstance(request, FaA2AError) else mine["request"]
+        message = f"ranks {ahead} made their next call with other arguments than rank {group.rank}, which got: {what}"
+        group.poisoned = message
+        raise PeerMismatchError(f"{message}; shapes, dtypes and options must be the same on every rank")
+
+    try:
+        reports = group.exchange("agreement on the arguments", mine, timeout_s, watch)
+    except PeerTimeoutError as error:
+        group.poisoned = str(error)
+        raise (request if isinstance(request, FaA2AError) else error) from error
+    errors = {r: report["error"] for r, report in enumerate(reports) if report["error"]}
+    if len(errors) == group.size and len(set(errors.values())) == 1 and isinstance(request, FaA2AError):
+        raise request
+    if errors:
+        raise PeerMismatchError("; ".join(f"rank {r}: {text}" for r, text in errors.items()))
+    _compare(reports)
+    return reports
+
+
+def _compare(reports: list[dict[str, str | None]]) -> None:
+    requests = [json.loads(report["request"] or "{}") for report in reports]
+    differing = [name for name in requests[0] if any(r[name] != requests[0][name] for r in requests)]
+    if differing:
+        rows = "; ".join(
+            f"rank {rank}: " + ", ".join(f"{name}={r[name]}" for name in differing) for rank, r in enumerate(requests)
+        )
+        raise PeerMismatchError(f"shapes, dtypes and options must be the same on every rank; {rows}")
+
+
+def _prepare(
+    group: Group,
+    request: Request,
+    mark: int,
+    reports: list[dict[str, str | None]],
+    device: torch.device,
+    timeout_s: float,
+) -> Plan:
+    """Chooses the path, compiles the kernel and makes room in the workspace; every rank or none."""
+    shape = request.shape(group.size)
+    kernel, why_kernel = _choose_kernel(request, reports, device)
+    exchange, why_exchange = _choose_exchange(group, request, kernel, device, timeout_s)
+    failure: Exception | None = None
+    adapter = None
+    try:
+        adapter = kernels.load(kernel, device, request.torch_dtype, request.head_dim, request.with_lse)
+    except Exception as error:  # told to the others below, then raised
+        failure = error
+    if group.size > 1:
+        limit = config.read_number("FA_A2A_COMPILE_TIMEOUT_S")
+        told = group.exchange("compilation", None if failure is None else f"{type(failure).__name__}: {failure}", limit)
+        failures = {r: text for r, text in enumerate(told) if text}
+        if failure is None and failures:
+            raise PeerMismatchError(
+                "; ".join(f"rank {r} could not prepare kernel '{kernel}': {t}" for r, t in failures.items())
+            )
+    if failure is not None:
+        raise failure
+    assert adapter is not None
+    if exchange == "fused" and group.size > 1:
+        assert group.workspace is not None
+        group.workspace.reserve(shape, timeout_s)
+    reason = "; ".join(r for r in (why_kernel, why_exchange) if r) or "as asked for"
+    if (kernel, exchange, reason) not in _told and "falls back" in reason:
+        log.warning("%s", reason)
+    _told.add((kernel, exchange, reason))
+    return Plan(kernel, exchange, reason, shape, request, mark, adapter)
+
+
+_told: set[tuple[str, str, str]] = set()
+
+
+def _choose_kernel(request: Request, reports: list[dict[str, str | None]], device: torch.device) -> tuple[str, str]:
+    """A named kernel, or the fastest that every rank can run."""
+    troubles = {
+        name: next((f"rank {r}: {x[name]}" for r, x in enumerate(reports) if x[name]), None) for name in kernels.KERNELS
+    }
+    if request.kernel != "auto":
+        if troubles[request.kernel]:
+            raise UnsupportedError(f"{troubles[request.kernel]}; use kernel='auto'")
+        return request.kernel, ""
+    if request.device == "cpu":
+        return "cpu" if request.exchange != "collective" or request.with_lse else "torch", ""
+    if not troubles["fa4"] and kernels.verified("fa4", device):
+        return "fa4", ""
+    why = troubles["fa4"] or "kernel 'fa4' compiles for this GPU but has not been run on one; name it to use it"
+    if troubles["torch"]:
+        raise UnsupportedError(f"no kernel runs this: {why}; {troubles['torch']}")
+    return "torch", f"kernel falls back to 'torch': {why}"
+
+
+def _choose_exchange(
+    group: Group, request: Request, kernel: str, device: torch.device, timeout_s: float
+) -> tuple[str, str]:
+    """A named exchange, or 'fused' where kernel and machine allow it. Makes the workspace for it."""
+    if group.size == 1:
+        return "collective", "a group of one rank exchanges nothing"
+    if request.exchange == "collective":
+        return "collective", ""
+    if kernel == "torch":
+        if request.exchange == "fused":
+            raise UnsupportedError(
+                "kernel 'torch' cannot store into other ranks; use exchange='collective' or another kernel"
+            )
+        return "collective", "exchange falls back to 'collective': kernel 'torch' cannot store into other ranks"
+    try:
+        if group.workspace is None or group.workspace.closed:
+            group.workspace = Workspace(group, _provider(group, device, timeout_s), timeout_s)
+    except UnsupportedError as error:
+        if request.exchange == "fused":
+            raise
+        return "collective", f"exchange falls back to 'collective': {error}"
+    return "fused", ""
+
+
+def _provider(group: Group, device: torch.device, timeout_s: float) -> SymmetricMemory:
+    if device.type == "cuda":
+        from ..comm.nvshmem import Nvshmem
+
+        return Nvshmem(group, device, timeout_s)
+    from ..comm.shared_memory import SharedMemory
+
+    return SharedMemory(group, timeout_s)

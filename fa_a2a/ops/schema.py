@@ -1,0 +1,48 @@
+"""The layer as a torch.library operator, so that torch.compile(fullgraph=True) keeps it whole.
+
+The operator is functional: it returns ordinary tensors, never views of the workspace. A compiler may reorder or merge
+calls of a functional operator, and an alias of a hidden buffer would then show another call's result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .functional import attention_gather, scatter_heads
+
+
+@torch.library.custom_op("fa_a2a::ulysses_attention", mutates_args=())
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: str,
+    kernel: str,
+    exchange: str,
+    scale: float,
+    return_lse: bool,
+    timeout_s: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the whole layer; lse has no elements unless asked for. group: name of a process group."""
+    shards = scatter_heads(
+        q, k, v, group, scale=scale, return_lse=return_lse, kernel=kernel, exchange=exchange, timeout_s=timeout_s
+    )
+    out, lse = attention_gather(shards, copy=True, timeout_s=timeout_s)
+    return out.contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+@ulysses_attention.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: str,
+    kernel: str,
+    exchange: str,
+    scale: float,
+    return_lse: bool,
+    timeout_s: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, rows, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, rows) if return_lse else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), lse

@@ -1,0 +1,29 @@
+"""Kernel 'torch': scaled_dot_product_attention. Runs wherever torch does; cannot store into other ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import UnsupportedError
+from .kernels import Sink
+
+
+class _Sdpa:
+    name = "torch"
+    can_fuse = False
+
+    def local(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2), None
+
+    def fused(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool
+    ) -> None:
+        raise UnsupportedError("kernel 'torch' cannot store into other ranks; use exchange='collective'")
+
+
+def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> _Sdpa:
+    return _Sdpa()

@@ -1,0 +1,85 @@
+import pytest
+from cubin import PROXY_FENCE, no_local_memory, opcodes, uses
+from device_view import INT, device_view
+from fa4_a2a.litmus import VARIANTS, load_litmus
+from fa4_a2a.signal import ARRIVED, BLOCK_BYTES, FINGERPRINT, MAX_RANKS, READY, Flags, Record, Word, load_signal
+
+ARCHS = ("sm_90a", "sm_100a")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_signal_orders_its_stores_and_loads(arch, sass):
+    load_signal(arch)
+    lines = sass(f"signal-{arch}")
+    assert no_local_memory(lines)
+    strong = [x for x in lines if "STRONG.SYS" in x or "MEMBAR.ALL.SYS" in x or "CCTL.IVALL" in x]
+    fence = next(i for i, x in enumerate(strong) if "MEMBAR" in x)
+    assert f"+{8 * FINGERPRINT:#x}]" in strong[fence - 1], "the fingerprint goes before the fence"
+    word = next(x for x in strong[fence:] if "STG" in x)
+    assert f"+{8 * ARRIVED:#x}]" in word, "the epoch goes after it"
+    poll = next(i for i, x in enumerate(strong) if "LDG" in x and i > fence)
+    assert "CCTL.IVALL" in strong[poll + 1], "the poll acquires"
+    assert f"+{8 * FINGERPRINT:#x}]" in strong[poll + 2], "the fingerprint is read after the acquire"
+    assert uses(lines, "MEMBAR.ALL.SYS") == 3  # publish, and two around the record's code
+    assert uses(lines, "BPT.TRAP") == 1
+
+
+def test_signal_layout():
+    assert ARRIVED + MAX_RANKS == FINGERPRINT
+    assert FINGERPRINT + MAX_RANKS == READY
+    assert 8 * (READY + MAX_RANKS) == BLOCK_BYTES == 1024
+    assert next(iter(Record)) is Record.CODE
+
+
+def test_signal_call_reaches_the_launch(no_gpu):
+    if not no_gpu:
+        pytest.skip("the addresses are made up")
+    blocks = device_view((4,), code=INT, bits=64)
+    flags = Flags.ADVANCE | Flags.PUBLISH | Flags.WAIT
+    with pytest.raises(RuntimeError, match="Cuda"):
+        load_signal("sm_90a")(blocks, 0, 4, Word.READY, flags, -(2**63), 30 * 10**9, 1 << 41)
+    with pytest.raises((TypeError, ValueError), match=r"#0|peer_blocks"):
+        load_signal("sm_90a")(device_view((4,), code=INT, bits=32), 0, 4, 0, 0, 0, 0, 0)
+
+
+TOP = 2**63
+
+
+@pytest.mark.parametrize(
+    ("found", "epoch", "want"),
+    [(5, 5, 1), (6, 5, 1), (5, 6, 0), (0, 1, 0), (TOP - 1, TOP - 1, 1), (TOP, TOP - 1, 1), (TOP - 1, TOP, 0),
+     (0, 2 * TOP - 1, 1), (2 * TOP - 1, 0, 0)],
+)  # fmt: skip
+def test_epochs_compare_across_the_wrap(found, epoch, want):
+    """The kernel's own comparison, compiled for this CPU."""
+    assert _reached()(found, epoch) == want
+
+
+def _reached():
+    import torch
+    from cutlass import Int64
+    from cutlass.cute.runtime import from_dlpack
+    from host_compare import compare
+
+    def call(found, epoch):
+        out = torch.zeros(1, dtype=torch.int32)
+        signed = (Int64((x + TOP) % (2 * TOP) - TOP) for x in (found, epoch))
+        compare()(from_dlpack(out), *signed)
+        return out.item()
+
+    return call
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_litmus_has_the_fences_of_its_variant_and_no_others(arch, variant, sass):
+    load_litmus(arch, variant)
+    write = sass(f"litmus-write-{variant}-{arch}")
+    read = sass(f"litmus-read-{'boundary' if variant == 'boundary' else 'rounds'}-{arch}")
+    fences = {op for op in opcodes(write) if op.startswith("MEMBAR")} - {PROXY_FENCE}
+    assert fences == ({"MEMBAR.ALL.GPU", "MEMBAR.ALL.SYS"} if variant in ("release", "read_fence") else set())
+    assert bool(uses(write, "UBLKCP")) == (variant != "st_control")
+    assert uses(read, "MEMBAR.ALL.SYS") == 1, "before the ack"
+    assert uses(read, "LDG.E.64.STRONG.SYS") >= 16, "data is read past L1"
+    assert no_local_memory(write)
+    assert no_local_memory(read)

@@ -1,0 +1,144 @@
+"""The torch.library operator and the layer in a group of one rank, and what they say where there is no group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import fa_a2a
+from fa_a2a import HeadShards, UlyssesAttention, attention_gather, scatter_heads
+from fa_a2a.errors import ConfigurationError, GroupError, ShapeError, UnsupportedError
+
+
+@pytest.fixture
+def alone():
+    """A world of one rank in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    fa_a2a.close()
+    dist.destroy_process_group()
+
+
+def inputs(dtype=torch.float32, seq=24):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, seq, 3, 16, generator=generator).to(dtype) for _ in range(3)]
+
+
+def plain(q, k, v, scale=None):
+    return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale=scale).transpose(1, 2)
+
+
+@pytest.mark.parametrize("call", [UlyssesAttention(), scatter_heads, HeadShards.from_tensors, lambda *_: fa_a2a.close()])
+def test_without_a_process_group_the_error_says_what_to_do(call):
+    with pytest.raises(GroupError, match="init_process_group"):
+        call(*inputs())
+
+
+def test_initialize_without_a_process_group(monkeypatch):
+    with pytest.raises((GroupError, UnsupportedError)):
+        fa_a2a.initialize(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("exchange", ["auto", "collective", "fused"])
+def test_one_rank_is_plain_attention(alone, exchange):
+    q, k, v = inputs()
+    layer = UlyssesAttention(exchange=exchange)
+    out, lse = layer(q, k, v, scale=0.4, return_lse=True)
+    assert torch.allclose(out, plain(q, k, v, 0.4), atol=1e-5)
+    assert lse.shape == (2, 3, 24)
+    assert layer.last_plan.reason == "a group of one rank exchanges nothing"
+    assert fa_a2a.memory_bytes() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+def test_operator_keeps_its_promises(alone, dtype, kernel):
+    name = dist.group.WORLD.group_name
+    for return_lse in (False, True) if kernel == "cpu" else (False,):
+        args = (*inputs(dtype), name, kernel, "auto", 0.25, return_lse, 5.0)
+        torch.library.opcheck(torch.ops.fa_a2a.ulysses_attention, args)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+def test_compiled_before_any_eager_call(alone, kernel):
+    torch._dynamo.reset()
+    q, k, v = inputs()
+    compiled = torch.compile(UlyssesAttention(kernel=kernel), fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(q, k, v), plain(q, k, v), atol=1e-5)
+
+
+def test_error_leaves_the_group_usable(alone):
+    q, k, v = inputs()
+    with pytest.raises(ShapeError, match="one shape"):
+        scatter_heads(q, k[:, :-1], v)
+    out, lse = attention_gather(scatter_heads(q, k, v, kernel="torch"))
+    assert torch.allclose(out, plain(q, k, v), atol=1e-5)
+    assert lse is None
+
+
+def test_gradients_are_refused_unless_grad_mode_is_off(alone):
+    q, k, v = inputs()
+    q.requires_grad_()
+    with pytest.raises(UnsupportedError, match="q requires grad.*no_grad"):
+        UlyssesAttention()(q, k, v)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert not UlyssesAttention()(q, k, v).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kernel": "fa5"}, "kernel must be 'auto' or one of cpu, torch, fa4, got 'fa5'"),
+        ({"kernel": None}, "kernel must be"),
+        ({"exchange": "nccl"}, "exchange must be 'auto' or one of fused, collective, got 'nccl'"),
+        ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
+        ({"timeout_s": float("nan")}, "timeout_s must be"),
+        ({"timeout_s": "soon"}, "timeout_s must be"),
+    ],
+)
+def test_options_are_checked_when_the_module_is_made(options, text):
+    with pytest.raises(ConfigurationError, match=text):
+        UlyssesAttention(**options)
+
+
+def test_unknown_kernel_of_a_function_call(alone):
+    with pytest.raises(ConfigurationError, match="kernel must be"):
+        scatter_heads(*inputs(), kernel="fa5")
+
+
+def test_fa4_on_cpu_tensors_names_the_reason(alone):
+    with pytest.raises(UnsupportedError, match="'fa4' runs on NVIDIA GPUs, got cpu"):
+        scatter_heads(*inputs(torch.bfloat16), kernel="fa4")
+
+
+@pytest.mark.parametrize(
+    "later", [{"causal": True}, {"key_lengths": torch.tensor([3, 4])}, {"shard_sizes": [3, 5]}, {"replicated_text": 7}]
+)
+def test_arguments_that_are_not_carried_out_yet_are_refused(alone, later):
+    with pytest.raises(UnsupportedError, match=f"{next(iter(later))} is not supported yet"):
+        UlyssesAttention()(*inputs(), **later)
+
+
+@pytest.mark.parametrize("group", ["no such group", 7, object()])
+def test_not_a_group(alone, group):
+    with pytest.raises(GroupError):
+        scatter_heads(*inputs(), group)
+
+
+def test_gather_takes_only_head_shards(alone):
+    with pytest.raises(ShapeError, match="takes what scatter_heads returned, got tuple"):
+        attention_gather(tuple(inputs()))
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "large"])
+def test_scale_must_be_a_finite_number(alone, scale):
+    with pytest.raises(ConfigurationError, match="scale must be a finite number"):
+        scatter_heads(*inputs(), scale=scale)
+
+
+def test_module_has_no_state_and_says_what_it_is():
+    layer = UlyssesAttention(kernel="cpu", timeout_s=5)
+    assert not list(layer.parameters())
+    assert not layer.state_dict()
+    assert repr(layer) == "UlyssesAttention(kernel='cpu', exchange='auto', copy=False, timeout_s=5)"

@@ -1,0 +1,269 @@
+"""Ranks that do not come, come late, or die; random delays; damage found in debug mode."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+from workers import attempt, inputs, works
+
+import fa_a2a
+from fa_a2a import UlyssesAttention, attention_gather, scatter_heads
+from fa_a2a.comm.group import resolve
+from fa_a2a.layout import tile_order
+from fa_a2a.ops import cpu
+
+FUSED = {"kernel": "cpu", "exchange": "fused"}
+
+
+def call(rank, size, timeout_s=2.0, seed=0, rows=8):
+    return UlyssesAttention(**FUSED, timeout_s=timeout_s)(*inputs(rank, size, rows=rows, seed=seed))
+
+
+def absent(rank, size, known, sleep_s):
+    """Rank 1 stays away, or comes after the deadline."""
+    fa_a2a.close()
+    if known:
+        call(rank, size, 20.0)
+    if rank == 1:
+        time.sleep(sleep_s)
+    outcome = attempt(call, rank, size)
+    refused = attempt(call, rank, size)
+    resolve(None).check_process()
+    torch.distributed.barrier()
+    fa_a2a.close()
+    return outcome, refused, works(rank, size)
+
+
+def check_absent(results):
+    for rank, (outcome, refused, well) in enumerate(results):
+        assert outcome.error == "PeerTimeoutError", outcome
+        if rank != 1:
+            assert "rank 1" in outcome.text
+            assert 2.0 <= outcome.seconds < 7.0
+        assert outcome.seconds < 7.0
+        assert refused.error == "WorkspaceError"
+        assert "poisoned" in refused.text
+        assert "fa_a2a.close" in refused.text
+        assert well
+
+
+def test_rank_late_at_the_first_call(ranks):
+    check_absent(ranks(3).run(absent, known=False, sleep_s=3.0))
+
+
+def test_rank_late_after_good_calls(ranks):
+    check_absent(ranks(3).run(absent, known=True, sleep_s=3.0))
+
+
+def one_does_not_gather(rank, size):
+    """Rank 1 fails between the two halves of a call; rank 0 alone is poisoned by it, and all close."""
+    call(rank, size, 20.0)
+    shards = scatter_heads(*inputs(rank, size), **FUSED, timeout_s=20)
+    outcome = attempt(attention_gather, shards, timeout_s=1.0) if rank == 0 else None
+    torch.distributed.barrier()
+    start = time.monotonic()
+    closing = attempt(fa_a2a.close, timeout_s=20)
+    return outcome, closing, time.monotonic() - start, works(rank, size)
+
+
+def test_close_recovers_where_only_some_ranks_have_seen_the_error(ranks):
+    results = ranks(2).run(one_does_not_gather)
+    assert results[0][0].error == "PeerTimeoutError"
+    assert "rank 1 did not finish the exchange after attention" in results[0][0].text
+    for _, closing, seconds, well in results:
+        assert closing.error == "", closing
+        assert seconds < 5
+        assert well
+
+
+def bad_deadline_of_the_second_half(rank, size):
+    outcomes = []
+    for timeout_s in (-1.0, float("nan")):
+        shards = scatter_heads(*inputs(rank, size), **FUSED)
+        outcomes.append(attempt(attention_gather, shards, timeout_s=timeout_s).error)
+        attention_gather(shards)
+    return outcomes, works(rank, size)
+
+
+def test_bad_deadline_of_the_second_half_is_refused_before_anything_happens(ranks):
+    assert ranks(2).run(bad_deadline_of_the_second_half) == [(["ConfigurationError"] * 2, True)] * 2
+
+
+def mostly_good(rank, size, calls):
+    for seed in range(calls):
+        call(rank, size, 20.0, seed=seed)
+    return os.getpid()
+
+
+def after_a_death(rank, size, rows):
+    return attempt(call, rank, size, rows=rows)
+
+
+def test_killed_rank_is_named_within_the_deadline(fresh_ranks):
+    pool = fresh_ranks(3)
+    pids = pool.run(mostly_good, calls=3)
+    os.kill(pids[1], signal.SIGKILL)
+    pool.processes[1].join(10)
+    for rank in (0, 2):
+        pool.pipes[rank].send((after_a_death, {"rows": 8}))
+    for outcome in pool.collect(30, ranks=[0, 2]):
+        assert outcome.error == "PeerTimeoutError"
+        assert "rank 1 did not finish" in outcome.text
+        assert 2.0 <= outcome.seconds < 7.0
+    assert not list(Path("/dev/shm").glob("fa_a2a-*"))
+
+
+def test_killed_store_host_is_a_peer_error_too(fresh_ranks):
+    """Rank 0 holds the store of torch.distributed; a call that has to agree finds it gone."""
+    pool = fresh_ranks(3)
+    pids = pool.run(mostly_good, calls=1)
+    os.kill(pids[0], signal.SIGKILL)
+    pool.processes[0].join(10)
+    for rank, rows in ((1, 8), (2, 5)):
+        pool.pipes[rank].send((after_a_death, {"rows": rows}))
+    for outcome in pool.collect(30, ranks=[1, 2]):
+        assert outcome.error in ("PeerTimeoutError", "PeerMismatchError"), outcome
+        assert outcome.seconds < 7.0
+
+
+def delayed(rank, size, calls):
+    """Every rank sleeps at random before each half; each call's result must be its own."""
+    chance = random.Random(rank)
+    serial = UlyssesAttention(kernel="cpu", exchange="collective")
+    wrong = []
+    for number in range(calls):
+        q, k, v = inputs(rank, size, rows=3, heads=size, dim=8, seed=number)
+        time.sleep(chance.choice((0, 0, 0.001, 0.004)))
+        shards = scatter_heads(q, k, v, **FUSED, return_lse=True)
+        time.sleep(chance.choice((0, 0, 0.001, 0.004)))
+        out, lse = attention_gather(shards, copy=number % 2 == 0)
+        want, want_lse = serial(q, k, v, return_lse=True)
+        if not (torch.equal(out, want) and torch.equal(lse, want_lse)):
+            wrong.append(number)
+    return wrong
+
+
+def test_300_calls_with_random_delays(ranks):
+    assert ranks(4).run(delayed, calls=300) == [[]] * 4
+
+
+def unsynchronised(rank, size, calls):
+    """Nothing but the protocol itself between the calls: ranks drift apart as far as it lets them."""
+    chance = random.Random(rank + 100)
+    layer = UlyssesAttention(**FUSED)
+    data = [inputs(rank, size, rows=3, heads=size, dim=8, seed=number % 7) for number in range(7)]
+    serial = UlyssesAttention(kernel="cpu", exchange="collective")
+    want = [serial(*qkv) for qkv in data]
+    wrong = []
+    for number in range(calls):
+        if chance.random() < 0.2:
+            time.sleep(chance.random() * 0.003)
+        if not torch.equal(layer(*data[number % 7]), want[number % 7]):
+            wrong.append(number)
+    return wrong
+
+
+def test_500_calls_that_only_the_protocol_keeps_together(ranks):
+    assert ranks(3).run(unsynchronised, calls=500) == [[]] * 3
+
+
+class Forgetful(type(cpu.make(torch.device("cpu"), torch.float32, 8, True))):
+    """Leaves the first tile of every chunk but its own unwritten."""
+
+    def fused(self, q, k, v, scale, sink, with_lse):
+        keep = [(o.clone(), lse.clone()) for o, lse in zip(sink.o, sink.lse)]
+        super().fused(q, k, v, scale, sink, with_lse)
+        first = next(iter(tile_order(len(sink.o), sink.o[0].shape[2], sink.o[0].shape[1], cpu.TILE_ROWS)))
+        rows = slice(first.row, first.row + first.rows)
+        sink.o[first.chunk][:, rows, first.head] = keep[first.chunk][0][:, rows, first.head]
+
+
+def skipped_tile(rank, size, debug):
+    os.environ["FA_A2A_DEBUG"] = debug
+    real = cpu.make
+    cpu.make = lambda *_: Forgetful()
+    try:
+        fa_a2a.close()
+        from fa_a2a.ops import kernels
+
+        kernels.load.cache_clear()
+        first = call(rank, size, seed=1).clone()
+        second = call(rank, size, seed=2).clone()
+    finally:
+        cpu.make = real
+        kernels.load.cache_clear()
+        del os.environ["FA_A2A_DEBUG"]
+    fa_a2a.close()
+    return [int(out.isnan().any(-1).sum()) for out in (first, second)], works(rank, size)
+
+
+def test_debug_mode_shows_a_skipped_tile_as_nan(ranks):
+    assert ranks(2).run(skipped_tile, debug="1") == [([8, 8], True)] * 2
+    assert ranks(2).run(skipped_tile, debug="0") == [([0, 0], True)] * 2
+
+
+def damaged_guard(rank, size):
+    """Rank 0 stores one byte past rank 1's O; rank 1 finds it at the end of its call."""
+    os.environ["FA_A2A_DEBUG"] = "1"
+    try:
+        assert works(rank, size)
+        workspace = resolve(None).workspace
+        end = workspace.map.offset("o") + workspace.map.capacity("o")
+        if rank == 0:
+            workspace.block.peers[1][end] = 7
+        outcome = attempt(call, rank, size)
+        torch.distributed.barrier()
+        fa_a2a.close()
+        return outcome, end, works(rank, size)
+    finally:
+        del os.environ["FA_A2A_DEBUG"]
+
+
+def test_debug_mode_finds_a_store_past_a_buffer(ranks):
+    (fine, _, well), (damaged, end, well_too) = ranks(2).run(damaged_guard)
+    assert fine.error == ""
+    assert damaged.error == "WorkspaceError"
+    assert f"guard regions at bytes [{end}] were overwritten" in damaged.text
+    assert well
+    assert well_too
+
+
+class Failing(type(cpu.make(torch.device("cpu"), torch.float32, 8, True))):
+    def fused(self, q, k, v, scale, sink, with_lse):
+        raise RuntimeError("no such instruction")
+
+
+def kernel_failure(rank, size):
+    """The kernel raises on rank 1 alone, in the middle of a call."""
+    from fa_a2a.ops import kernels
+
+    fa_a2a.close()
+    real = cpu.make
+    kernels.load.cache_clear()
+    if rank == 1:
+        cpu.make = lambda *_: Failing()
+    try:
+        try:
+            call(rank, size)
+            own = ""
+        except (RuntimeError, fa_a2a.errors.FaA2AError) as error:
+            own = f"{type(error).__name__}: {error}"
+        refused = attempt(call, rank, size)
+    finally:
+        cpu.make = real
+        kernels.load.cache_clear()
+    torch.distributed.barrier()
+    fa_a2a.close()
+    return own, refused, works(rank, size)
+
+
+def test_kernel_failure_poisons_and_close_recovers(ranks):
+    (peer, refused, well), (own, refused_too, well_too) = ranks(2).run(kernel_failure)
+    assert own == "RuntimeError: no such instruction"
+    assert peer.startswith("PeerTimeoutError: rank 1 did not finish the exchange after attention")
+    assert refused.error == refused_too.error == "WorkspaceError"
+    assert well
+    assert well_too

@@ -1,0 +1,190 @@
+"""Bad arguments, disagreement between ranks, and how a group goes on afterwards."""
+
+import pytest
+import torch
+from workers import attempt, forget, inputs, works
+
+import fa_a2a
+from fa_a2a import HeadShards, UlyssesAttention, scatter_heads
+
+SECONDS = 5.0  # an error must reach every rank within these, on a busy machine; the deadline is 30
+
+
+def call(rank, size, change=None, **options):
+    """A layer call whose inputs `change` has spoilt."""
+    q, k, v = inputs(rank, size)
+    if change is not None:
+        q, k, v = change(q, k, v)
+    UlyssesAttention(**{"kernel": "cpu", "exchange": "fused", "timeout_s": 30, **options})(q, k, v)
+
+
+BAD = {
+    "three dimensions": (lambda q, k, v: (q[0], k[0], v[0]), "ShapeError", "q must be a tensor .batch, seq.*3 dim"),
+    "not a tensor": (lambda q, k, v: (q, k.tolist(), v), "ShapeError", "k must be a tensor.*got list"),
+    "missing": (lambda q, k, v: (None, k, v), "ShapeError", "q must be a tensor.*got NoneType"),
+    "k dtype": (lambda q, k, v: (q, k.half(), v), "ShapeError", "one dtype and device.*k torch.float16"),
+    "v device": (lambda q, k, v: (q, k, v.to("meta")), "ShapeError", "one dtype and device.*v torch.float32 on meta"),
+    "all on meta": (lambda *qkv: [t.bfloat16().to("meta") for t in qkv], "ShapeError", "cpu or cuda, got meta"),
+    "k shape": (lambda q, k, v: (q, k[:, :4], v), "ShapeError", "q, k and v must have one shape"),
+    "fewer key heads": (lambda q, k, v: (q, k[:, :, :1], v[:, :, :1]), "ShapeError", "as many key heads as query"),
+    "no rows": (lambda *qkv: [t[:, :0] for t in qkv], "ShapeError", "must not be empty"),
+    "no batch": (lambda *qkv: [t[:0] for t in qkv], "ShapeError", "must not be empty"),
+    "float64": (lambda *qkv: [t.double() for t in qkv], "ShapeError", "dtype must be one of bfloat16, float16, float32"),
+    "integers": (lambda *qkv: [t.int() for t in qkv], "ShapeError", "dtype must be one of"),
+    "head_dim": (lambda *qkv: [t[..., :12] for t in qkv], "ShapeError", "multiple of 8, got 12"),
+    "heads": (lambda *qkv: [t[:, :, 1:] for t in qkv], "ShapeError", "heads must divide evenly.*over 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_on_every_rank_is_one_error_and_the_group_goes_on(ranks, name):
+    change, error, text = BAD[name]
+    outcomes = ranks(2).run(everywhere, name=name)
+    for (outcome, well), _ in zip(outcomes, range(2)):
+        assert outcome.error == error, outcome
+        assert pytest.importorskip("re").search(text, outcome.text), outcome.text
+        assert outcome.seconds < SECONDS
+        assert well
+
+
+def everywhere(rank, size, name):
+    return attempt(call, rank, size, BAD[name][0]), works(rank, size)
+
+
+OPTIONS = {
+    "kernel": ({"kernel": "fa9"}, "ConfigurationError", "kernel must be"),
+    "exchange": ({"exchange": "ring"}, "ConfigurationError", "exchange must be"),
+    "torch cannot fuse": ({"kernel": "torch", "exchange": "fused"}, "UnsupportedError", "cannot store into other ranks"),
+    "fa4 on cpu": ({"kernel": "fa4"}, "UnsupportedError", "'fa4' runs on NVIDIA GPUs"),
+    "no lse from torch": ({"kernel": "torch", "return_lse": True}, "UnsupportedError", "no log-sum-exp"),
+    "negative deadline": ({"timeout_s": -1.0}, "ConfigurationError", "timeout_s must be"),
+    "nan deadline": ({"timeout_s": float("nan")}, "ConfigurationError", "timeout_s must be"),
+    "no deadline": ({"timeout_s": "never"}, "ConfigurationError", "timeout_s must be"),
+    "nan scale": ({"scale": float("nan")}, "ConfigurationError", "scale must be"),
+    "text as scale": ({"scale": "big"}, "ConfigurationError", "scale must be"),
+}
+
+
+def with_options(rank, size, name):
+    options = {"kernel": "cpu", "exchange": "auto", **OPTIONS[name][0]}
+    return attempt(scatter_heads, *inputs(rank, size), **options), works(rank, size)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bad_option_on_every_rank_is_one_error_and_the_group_goes_on(ranks, name):
+    _, error, text = OPTIONS[name]
+    for outcome, well in ranks(2).run(with_options, name=name):
+        assert (outcome.error, text in outcome.text) == (error, True), outcome
+        assert outcome.seconds < SECONDS
+        assert well
+
+
+def from_uneven(rank, size):
+    q = torch.zeros(1, 2 * size + 1, 1, 16)
+    return attempt(HeadShards.from_tensors, q, q, q, kernel="cpu"), works(rank, size)
+
+
+def test_sequence_that_does_not_divide(ranks):
+    for outcome, well in ranks(2).run(from_uneven):
+        assert outcome.error == "ShapeError"
+        assert "5 tokens over 2 ranks" in outcome.text
+        assert well
+
+
+ONE_WRONG = {
+    "one row fewer": dict(change=lambda *qkv: [t[:, :-1] for t in qkv]),
+    "another dtype": dict(change=lambda *qkv: [t.half() for t in qkv]),
+    "more heads": dict(change=lambda *qkv: [torch.cat([t, t], 2) for t in qkv]),
+    "heads that do not divide": dict(change=lambda *qkv: [t[:, :, 1:] for t in qkv]),
+    "another batch": dict(change=lambda *qkv: [torch.cat([t, t]) for t in qkv]),
+    "float64": dict(change=lambda *qkv: [t.double() for t in qkv]),
+    "no tensors": dict(change=lambda *qkv: (None, None, None)),
+    "another scale": dict(scale=0.7),
+    "asks for lse": dict(return_lse=True),
+    "another exchange": dict(exchange="collective"),
+    "another kernel": dict(kernel="torch", exchange="auto"),
+    "unknown kernel": dict(kernel="fa9"),
+    "bad deadline": dict(timeout_s=-1.0),
+    "scale without meaning": dict(scale="big"),
+}
+
+
+def one_wrong(rank, size, name, good_calls, wrong_ranks, exchange):
+    """Ranks `wrong_ranks` depart from the others after some good calls; with none, at the group's first call."""
+    fa_a2a.close()
+    options = {"kernel": "cpu", "exchange": exchange}
+    for seed in range(good_calls):
+        UlyssesAttention(**options)(*inputs(rank, size, seed=seed))
+    spoilt = dict(ONE_WRONG[name]) if rank in wrong_ranks else {}
+    q, k, v = inputs(rank, size)
+    if change := spoilt.pop("change", None):
+        q, k, v = change(q, k, v)
+    outcome = attempt(scatter_heads, q, k, v, **{**options, "timeout_s": 30, **spoilt})
+    usable = works(rank, size) if not good_calls else None
+    fa_a2a.close()
+    return outcome, usable, works(rank, size)
+
+
+def check_one_wrong(results, good_calls):
+    for outcome, usable, well in results:
+        assert outcome.error == "PeerMismatchError", [r[0] for r in results]
+        assert outcome.seconds < SECONDS
+        assert usable is (None if good_calls else True)
+        assert well
+
+
+@pytest.mark.parametrize("good_calls", [0, 3], ids=["first", "later"])
+@pytest.mark.parametrize("name", ONE_WRONG)
+def test_case_13_one_rank_wrong_is_the_same_error_on_every_rank(ranks, name, good_calls):
+    results = ranks(3).run(one_wrong, name=name, good_calls=good_calls, wrong_ranks=(1,), exchange="fused")
+    check_one_wrong(results, good_calls)
+
+
+@pytest.mark.parametrize("good_calls", [0, 3], ids=["first", "later"])
+@pytest.mark.parametrize("name", ["one row fewer", "heads that do not divide", "no tensors"])
+def test_case_13_on_the_collective_path(ranks, name, good_calls):
+    results = ranks(3).run(one_wrong, name=name, good_calls=good_calls, wrong_ranks=(1,), exchange="collective")
+    for outcome, _, well in results:
+        assert outcome.error == "PeerMismatchError"
+        assert outcome.seconds < SECONDS
+        assert well
+
+
+@pytest.mark.parametrize("good_calls", [0, 3], ids=["first", "later"])
+@pytest.mark.parametrize("name", ["one row fewer", "float64", "another exchange"])
+def test_two_wrong_ranks_of_three(ranks, name, good_calls):
+    results = ranks(3).run(one_wrong, name=name, good_calls=good_calls, wrong_ranks=(0, 2), exchange="fused")
+    check_one_wrong(results, good_calls)
+
+
+def known_but_different(rank, size):
+    """Both shapes were agreed on before, so that only the fingerprint beside the data can tell."""
+    layer = UlyssesAttention(kernel="cpu", exchange="fused")
+    for rows in (4, 6):
+        layer(*inputs(rank, size, rows=rows))
+    outcome = attempt(layer, *inputs(rank, size, rows=6 if rank == 1 else 4))
+    refused = attempt(layer, *inputs(rank, size, rows=4))
+    fa_a2a.close()
+    return outcome, refused, works(rank, size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_two_known_configurations_at_once(ranks, size):
+    for outcome, refused, well in ranks(size).run(known_but_different):
+        assert outcome.error == "PeerMismatchError"
+        assert outcome.seconds < SECONDS
+        assert refused.error == "WorkspaceError"
+        assert "poisoned" in refused.text
+        assert "fa_a2a.close(group) on every rank" in refused.text
+        assert well
+
+
+def text_of_the_first_call(rank, size):
+    fa_a2a.close()
+    return attempt(call, rank, size, (lambda *qkv: [t[:, :-1] for t in qkv]) if rank == 1 else None)
+
+
+def test_the_error_says_who_differs_in_what(ranks):
+    ranks(2).run(forget)
+    for outcome in ranks(2).run(text_of_the_first_call):
+        assert "rank 0: seq_len=16; rank 1: seq_len=14" in outcome.text

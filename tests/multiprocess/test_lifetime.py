@@ -1,0 +1,294 @@
+"""Outputs, workspace and shared memory over time."""
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from workers import attempt, forget, inputs, own_words, works
+
+import fa_a2a
+from fa_a2a import UlyssesAttention, attention_gather, scatter_heads
+from fa_a2a.comm.group import resolve
+from fa_a2a.comm.shared_memory import SharedMemory
+from fa_a2a.layout import EPOCH_WORD, ExchangeShape, WorkspaceMap
+
+
+def segments():
+    return sorted(Path("/dev/shm").glob("fa_a2a-*")) if os.path.isdir("/dev/shm") else []
+
+
+def lifetime(rank, size, copy):
+    layer = UlyssesAttention(kernel="cpu", exchange="fused", copy=copy)
+    other = UlyssesAttention(kernel="cpu", exchange="fused", copy=True)
+    out, lse = layer(*inputs(rank, size, seed=1), return_lse=True)
+    kept, kept_lse = out.clone(), lse.clone()
+    later, later_lse = other(*inputs(rank, size, seed=2), return_lse=True)
+    assert not torch.equal(kept, later)
+    if copy:
+        return torch.equal(out, kept) and torch.equal(lse, kept_lse)
+    return torch.equal(out, later) and torch.equal(lse, later_lse)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_view_shows_the_next_call_and_a_copy_stays(ranks, copy):
+    assert all(ranks(2).run(lifetime, copy=copy))
+
+
+def chained(rank, size):
+    """Layer after layer on views of the workspace, against copies."""
+    view, copied = (UlyssesAttention(kernel="cpu", exchange="fused", copy=c) for c in (False, True))
+    q, k, v = inputs(rank, size, seed=5)
+    a = b = q
+    for _ in range(4):
+        b = copied(b, k, b)
+    for _ in range(4):
+        a = view(a, k, a)
+    return torch.equal(a, b)
+
+
+def test_the_output_view_may_be_the_next_calls_input(ranks):
+    assert all(ranks(4).run(chained))
+
+
+def inference_then_plain(rank, size):
+    fa_a2a.close()
+    layer = UlyssesAttention(kernel="cpu", exchange="fused", copy=True)
+    q, k, v = inputs(rank, size)
+    with torch.inference_mode():
+        first = layer(q, k, v).clone()
+    second = layer(q, k, v)
+    with torch.no_grad():
+        third = layer(q, k, v)
+    return torch.equal(first, second) and torch.equal(first, third)
+
+
+def test_first_call_under_inference_mode_does_not_bind_the_later_ones(ranks):
+    assert all(ranks(2).run(inference_then_plain))
+
+
+def gradients(rank, size):
+    layer = UlyssesAttention(kernel="cpu", exchange="fused")
+    q, k, v = inputs(rank, size)
+    refused = attempt(layer, q, k, v.requires_grad_())
+    with torch.no_grad():
+        out = layer(q, k, v)
+    return refused.error, refused.text, out.requires_grad, works(rank, size)
+
+
+def test_inputs_that_require_grad_are_refused_only_in_grad_mode(ranks):
+    for error, text, requires_grad, well in ranks(2).run(gradients):
+        assert error == "UnsupportedError"
+        assert "v requires grad" in text
+        assert "no_grad" in text
+        assert not requires_grad
+        assert well
+
+
+def many_lengths(rank, size):
+    fa_a2a.close()
+    layer = UlyssesAttention(kernel="cpu", exchange="fused")
+    held, largest = [], 0
+    for i in range(64):
+        rows = 1 + (i * 29) % 64  # every length from 1 to 64, up and down
+        layer(*inputs(rank, size, rows=rows, heads=size, dim=8))
+        largest = max(largest, rows)
+        held.append((largest, sum(fa_a2a.memory_bytes().values())))
+    maps = sum("fa_a2a-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return held, maps, len(resolve(None).plans)
+
+
+def test_case_09_many_lengths_bound_the_workspace_by_the_largest(ranks):
+    for held, maps, plans in ranks(2).run(many_lengths):
+        for largest, nbytes in held:
+            need = WorkspaceMap().grown(ExchangeShape(1, largest * 2, 2, 8, 2, 4)).total_bytes
+            assert need <= nbytes <= need + 1024
+        assert plans == 64
+        assert maps == 4  # two blocks of two ranks: outgrown ones are unmapped
+
+
+def two_shapes_in_turn(rank, size):
+    layer = UlyssesAttention(kernel="cpu", exchange="fused", copy=True)
+    serial = UlyssesAttention(kernel="cpu", exchange="collective")
+    equal = []
+    for call in range(50):
+        rows, batch = ((9, 2), (8, 1), (17, 3))[call % 3]
+        q, k, v = inputs(rank, size, rows=rows, batch=batch, seed=call)
+        equal.append(torch.equal(layer(q, k, v), serial(q, k, v)))
+    return all(equal)
+
+
+def test_shapes_that_change_from_call_to_call(ranks):
+    assert all(ranks(2).run(two_shapes_in_turn))
+
+
+def forgotten_configurations(rank, size):
+    from fa_a2a.ops import plan
+
+    fa_a2a.close()
+    known, plan.MAX_KNOWN = plan.MAX_KNOWN, 2
+    try:
+        return two_shapes_in_turn(rank, size), len(resolve(None).plans)
+    finally:
+        plan.MAX_KNOWN = known
+
+
+def test_configurations_beyond_the_limit_are_agreed_on_anew(ranks):
+    assert ranks(2).run(forgotten_configurations) == [(True, 2)] * 2
+
+
+def out_of_turn(rank, size):
+    q, k, v = inputs(rank, size, seed=1)
+    big = inputs(rank, size, rows=300, seed=2)
+    options = dict(kernel="cpu", exchange="fused")
+    want = UlyssesAttention(kernel="cpu", exchange="collective")(q, k, v)
+    shards = scatter_heads(q, k, v, **options)
+    found = {
+        "scatter twice": attempt(scatter_heads, q, k, v, **options),
+        "scatter twice, larger": attempt(scatter_heads, *big, **options),
+    }
+    out, _ = attention_gather(shards, copy=True)
+    found["gather twice"] = attempt(attention_gather, shards)
+    newer = scatter_heads(*inputs(rank, size, seed=3), **options)
+    found["gather an older call"] = attempt(attention_gather, shards)
+    attention_gather(newer)
+    return found, torch.equal(out, want), works(rank, size)
+
+
+def test_calls_out_of_turn_are_refused_and_do_no_harm(ranks):
+    for found, equal, well in ranks(2).run(out_of_turn):
+        for name, outcome in found.items():
+            assert outcome.error == "WorkspaceError", (name, outcome)
+            assert "alternate" in outcome.text, name
+        assert equal
+        assert well
+
+
+def closing(rank, size):
+    shards = scatter_heads(*inputs(rank, size), kernel="cpu", exchange="fused")
+    workspace = resolve(None).workspace
+    before = fa_a2a.memory_bytes()
+    fa_a2a.close()
+    after = fa_a2a.memory_bytes()
+    stale = attempt(attention_gather, shards)
+    works(rank, size)
+    older = attempt(attention_gather, shards)
+    fa_a2a.close()
+    fa_a2a.close()
+    return before, after, stale, older, attempt(workspace.check, 1.0), workspace.allocated_bytes, works(rank, size)
+
+
+def test_close_frees_the_workspace_and_the_next_call_makes_one(ranks):
+    for before, after, stale, older, closed, nbytes, well in ranks(2).run(closing):
+        assert sum(before.values()) > 0
+        assert sum(after.values()) == nbytes == 0
+        assert stale.error == older.error == closed.error == "WorkspaceError"
+        assert "fa_a2a.close" in closed.text
+        assert well
+
+
+def closed_by_hand(rank, size):
+    works(rank, size)
+    resolve(None).workspace.close(5.0)
+    refused = attempt(UlyssesAttention(kernel="cpu", exchange="fused"), *inputs(rank, size))
+    fa_a2a.close()
+    return refused, works(rank, size)
+
+
+def test_closed_workspace_refuses_with_the_way_out(ranks):
+    for refused, well in ranks(2).run(closed_by_hand):
+        assert refused.error == "WorkspaceError"
+        assert "closed" in refused.text
+        assert well
+
+
+def segment_modes(rank, size):
+    """Modes of the files that exist while this rank waits for the others to map its block."""
+    fa_a2a.close()
+    group = resolve(None)
+    memory = SharedMemory(group, 10.0)
+    modes = []
+    if rank == 0:  # late: the others' files stay until it has opened them
+        end = time.monotonic() + 5
+        while len(segments()) < size - 1 and time.monotonic() < end:
+            time.sleep(0.005)
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in segments()]
+    block = memory.allocate(4096, 10.0)
+    left = segments() if rank == 0 else []
+    group.barrier("looked", 10.0)
+    return modes, left, block.nbytes, [int(p.sum()) for p in block.peers]
+
+
+def test_segments_are_private_zeroed_and_have_no_name_once_mapped(ranks):
+    results = ranks(3).run(segment_modes)
+    assert results[0][0] == [0o600, 0o600]
+    ranks(3).run(forget)
+    for _, _, nbytes, sums in results:
+        assert nbytes == 4096
+        assert sums == [0, 0, 0]
+    assert segments() == []
+
+
+def names_during_use(rank, size):
+    found = []
+    for rows in (3, 40, 90):
+        UlyssesAttention(kernel="cpu", exchange="fused")(*inputs(rank, size, rows=rows))
+        resolve(None).barrier("look", 10.0)
+        found += segments()
+        resolve(None).barrier("looked", 10.0)
+    return [str(path) for path in found]
+
+
+def test_no_name_stays_in_shared_memory_during_use_and_after(ranks):
+    assert ranks(2).run(names_during_use) == [[], []]
+    assert segments() == []
+
+
+def wrap(rank, size, start):
+    """Sets every word of call numbers to `start` on all ranks, then calls across the wrap."""
+    assert works(rank, size)
+    group = resolve(None)
+    group.barrier("before", 10.0)
+    words = own_words()
+    signed = start - (1 << 64) if start >= 1 << 63 else start
+    words[EPOCH_WORD] = signed
+    for first in (32, 96):
+        words[first : first + size] = signed
+    group.barrier("after", 10.0)
+    well = [works(rank, size) for _ in range(6)]
+    return all(well), group.workspace.memory.words(group.workspace.signals)[EPOCH_WORD], group.workspace.peers_ahead()
+
+
+@pytest.mark.parametrize("start", [(1 << 63) - 2, (1 << 64) - 2], ids=["sign", "wrap"])
+def test_call_numbers_wrap(ranks, start):
+    assert ranks(3).run(wrap, start=start) == [(True, (start + 6) % (1 << 64), [])] * 3
+    ranks(3).run(forget)
+
+
+def forked(rank, size):
+    assert works(rank, size)
+    q, k, v = inputs(rank, size)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            layer = UlyssesAttention(kernel="cpu", exchange="fused")
+            outcomes = (attempt(layer, q, k, v), attempt(fa_a2a.close, timeout_s=1.0))
+            os.write(writing, "\n".join(f"{o.error}: {o.text}" for o in outcomes).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    text = os.read(reading, 10000).decode()
+    os.close(reading)
+    os.waitpid(child, 0)
+    return text.splitlines(), works(rank, size)
+
+
+def test_forked_child_is_refused_and_the_parent_goes_on(ranks):
+    for lines, well in ranks(2).run(forked):
+        assert len(lines) == 2
+        for line in lines:
+            assert line.startswith("GroupError: the group was made in another process")
+        assert well
