@@ -80,10 +80,10 @@ class UlyssesAttention(torch.nn.Module):
             raise UnsupportedError("replicated_text is not supported yet: shard text and image tokens alike")
         if torch.compiler.is_compiling():
             factor = q_BsHD.shape[-1] ** -0.5 if scale is None else scale
-            out: torch.Tensor
-            out, lse = schema.ulysses_attention(
+            both: tuple[torch.Tensor, torch.Tensor] = schema.ulysses_attention(
                 q_BsHD, k_BsHD, v_BsHD, self._name(), self.kernel, self.exchange, factor, return_lse, self.timeout_s
             )
+            out, lse = both
             return (out, lse) if return_lse else out
         group = resolve(self._requested_group)
         shards = scatter_heads(
@@ -98,6 +98,7 @@ class UlyssesAttention(torch.nn.Module):
             timeout_s=self.timeout_s,
         )
         self.last_plan = shards._plan
+        result: torch.Tensor
         result, lse_or_none = attention_gather(shards, copy=self.copy, timeout_s=self.timeout_s)
         if return_lse:
             assert lse_or_none is not None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from ..errors import ConfigurationError
 
@@ -24,18 +23,19 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def join(rank: int, size: int, kind: str, init_method: str = "env://") -> torch.device:
-    """Joins this process to the default group and selects its device."""
+def join(rank: int, size: int, kind: str, port: int | None = None) -> torch.device:
+    """Joins this process to the default group and selects its device. port: of a store on this host, or None for
+    the address in the environment, as torchrun sets it."""
+    limit = timedelta(seconds=300)
+    store = None if port is None else dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     if kind == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank))
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=size, device_id=device
-        )
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
         return device
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     return torch.device("cpu")
 
 
@@ -47,18 +47,17 @@ def run(body: Callable[..., None], ranks: int, kind: str, *arguments: Any) -> No
         size = int(os.environ["WORLD_SIZE"])
         if size != ranks:
             raise ConfigurationError(f"torchrun started {size} ranks and --ranks asks for {ranks}; leave --ranks out")
-        _body(int(os.environ["RANK"]), size, kind, "env://", body, arguments)
+        _body(int(os.environ["RANK"]), size, kind, None, body, arguments)
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_body, (ranks, kind, f"tcp://127.0.0.1:{port}", body, arguments), nprocs=ranks)
+    # The store lives here, on a port the system chose: no rank has to bind one that may be taken meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    spawn(_body, (ranks, kind, store.port, body, arguments), nprocs=ranks)  # type: ignore[no-untyped-call]
 
 
 def _body(
-    rank: int, size: int, kind: str, init_method: str, body: Callable[..., None], arguments: tuple[Any, ...]
+    rank: int, size: int, kind: str, port: int | None, body: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    device = join(rank, size, kind, init_method)
+    device = join(rank, size, kind, port)
     try:
         body(device, *arguments)
         from ..lifecycle import close

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .. import config
+
 _PACKAGE = Path(__file__).parents[1]
 _PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nvshmem4py-cu13", "triton")
 
@@ -68,12 +70,13 @@ def _version(package: str) -> str:
 
 
 def _git_revision() -> str:
-    """Revision of the checkout the package lies in, "-dirty" with uncommitted changes; empty outside a checkout."""
+    """Revision of the checkout the package lies in, "-dirty" with uncommitted changes; outside a checkout what
+    FA_A2A_REVISION says."""
     command = ["git", "-C", str(_PACKAGE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return config.read("FA_A2A_REVISION")
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:

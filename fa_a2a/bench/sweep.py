@@ -74,8 +74,8 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object]) -> dic
         memory.signal(signals, Word.READY, advance=True, publish=True, wait=True)
 
     rotated = (shards._q, shards._k, shards._v)
-    to_peers = _launcher(plan, rotated, scale, sink)
-    to_local = _launcher(plan, rotated, scale, local)
+    to_peers = fused.launcher(plan, rotated, sink)
+    to_local = fused.launcher(plan, rotated, local)
 
     def ready() -> None:
         to_peers()
@@ -95,23 +95,9 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object]) -> dic
     return _line(case, device, group, plan, times, equal, calls)
 
 
-def _launcher(plan: Plan, qkv: tuple[torch.Tensor, ...], scale: float, sink: Any) -> Callable[[], None]:
-    """The kernel's launches for one call, prepared once where the adapter can: launches are timed, not view making."""
-    prepare = getattr(plan.adapter, "launches", None)
-    if prepare is None:
-        return lambda: plan.adapter.fused(*qkv, scale, sink, False)  # type: ignore[call-arg]
-    launches = prepare(*qkv, scale, sink, False)
-
-    def call() -> None:
-        for launch in launches:
-            launch()
-
-    return call
-
-
 def _alone(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Adapters whose better one is fa_only, by method name."""
-    others = getattr(plan.adapter, "alternatives", dict)()
+    others: dict[str, Any] = getattr(plan.adapter, "alternatives", dict)()
     return {"fa_only": plan.adapter} | {f"fa_only_{name}": adapter for name, adapter in others.items()}
 
 

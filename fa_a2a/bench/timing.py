@@ -63,13 +63,13 @@ def _time(call: Callable[[], object], calls: int, device: torch.device) -> float
         for _ in range(calls):
             call()
         return (time.perf_counter() - begin) * 1e6 / calls
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     first.record()
     for _ in range(calls):
         call()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last) * 1e3 / calls
+    return float(first.elapsed_time(last)) * 1e3 / calls
 
 
 def _wait(device: torch.device) -> None:

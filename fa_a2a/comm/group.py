@@ -42,6 +42,7 @@ class Group:
         self.incarnation = 0  # counts reset(); every rank resets, so the numbers agree
         self.poisoned: str | None = None
         self.plans: dict[int, Plan] = {}  # by fingerprint: the configurations every rank has agreed on
+        self.settled: dict[object, Plan] = {}  # the same, by what a caller passed
         self.workspace: Workspace | None = None
         self._store = dist.distributed_c10d.PrefixStore(f"fa_a2a/{self.name}/{self.ranks}", _default_store())
         self._count = 0
@@ -64,6 +65,7 @@ class Group:
         self._count = 0
         self.poisoned = None
         self.plans.clear()
+        self.settled.clear()
 
     def exchange(
         self, topic: str, value: object, timeout_s: float, watch: Callable[[], None] | None = None

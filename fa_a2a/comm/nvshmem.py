@@ -174,7 +174,10 @@ class Nvshmem(SymmetricMemory):
         initialize(device, timeout_s, arena)
         self.positions = tuple(_world.pes[r] for r in group.ranks)
         self.world = _world.size
-        self._record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        with torch.inference_mode(False):
+            self._record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+        # read on every call: by ctypes, since a look through torch costs microseconds
+        self._fields = (ctypes.c_int64 * _RECORD_WORDS).from_address(self._record.data_ptr())
         self._tables: dict[int, torch.Tensor] = {}
         major, minor = torch.cuda.get_device_capability(device)
         self._signal = load_signal(f"sm_{major}{minor}a")
@@ -253,9 +256,9 @@ class Nvshmem(SymmetricMemory):
         )
 
     def fault(self) -> Fault | None:
-        code, word, rank, peer, expected, found, *_ = self._record.tolist()
-        if not code:
+        if not self._fields[0]:
             return None
+        code, word, rank, peer, expected, found, *_ = self._fields
         return Fault(_FAULT_KINDS.get(code, "deadline"), Word(word), rank, peer, expected, found)
 
     def words(self, block: SymmetricBlock) -> list[int]:

@@ -10,7 +10,7 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,19 +42,24 @@ class Workspace:
         self.owners = chunk_owners(group.rank, memory.positions, memory.world)
         orders = [chunk_owners(r, memory.positions, memory.world) for r in range(group.size)]
         self.my_chunk_at = tuple(order.index(group.rank) for order in orders)  # where my queries lie in each peer's Q
-        self.signals = memory.allocate(SIGNAL_BYTES, timeout_s)
+        with torch.inference_mode(False):  # the buffers outlive the caller's mode
+            self.signals = memory.allocate(SIGNAL_BYTES, timeout_s)
         self.block: SymmetricBlock | None = None
+        self.retired: list[SymmetricBlock] = []  # outgrown, but CUDA graphs hold their addresses
+        self.prepared: dict[int, Any] = {}  # what the fused path prepared once, by fingerprint; ends with the block
         self.map = WorkspaceMap()
         self.turn = "scatter"
         self.closed = False
         self._last_stream: torch.cuda.Stream | None = None
+        self._captured = False
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     @property
     def allocated_bytes(self) -> int:
         """Symmetric bytes held on this rank. torch's memory statistics do not see them on GPUs."""
-        return 0 if self.closed else SIGNAL_BYTES + (self.block.nbytes if self.block is not None else 0)
+        blocks = [self.signals, *self.retired, *([self.block] if self.block is not None else [])]
+        return 0 if self.closed else sum(block.nbytes for block in blocks)
 
     def fits(self, shape: ExchangeShape) -> bool:
         return self.block is not None and self.map.grown(shape) == self.map
@@ -62,7 +67,8 @@ class Workspace:
     def reserve(self, shape: ExchangeShape, timeout_s: float) -> None:
         """Grows the buffers to hold `shape`, if they do not yet. Views of the old buffers end here.
 
-        Collective where it grows; all ranks know the same shapes, so they grow together.
+        Collective where it grows; all ranks know the same shapes, so they grow together. A block that a CUDA graph was
+        captured with stays until `close`: the graph goes on storing into it.
         """
         if self.fits(shape):
             return
@@ -73,11 +79,16 @@ class Workspace:
                 )
             torch.cuda.synchronize(self.memory.device)
         new_map = self.map.grown(shape)
+        self.prepared.clear()
         if self.block is not None:
-            self.group.barrier("growth", timeout_s)  # nobody stores into the old block any more
-            self.memory.free(self.block, timeout_s)
-            self.block = None
-        self.block = self.memory.allocate(new_map.total_bytes, timeout_s)
+            # behind this exchange nobody stores into the old block any more, but for replays of graphs
+            if any(self.group.exchange("growth", self._captured, timeout_s)):
+                self.retired.append(self.block)
+            else:
+                self.memory.free(self.block, timeout_s)
+            self.block, self._captured = None, False
+        with torch.inference_mode(False):
+            self.block = self.memory.allocate(new_map.total_bytes, timeout_s)
         self.map = new_map
         for offset, nbytes in self.map.guards():
             self.block.peers[self.group.rank][offset : offset + nbytes] = _GUARD
@@ -144,7 +155,10 @@ class Workspace:
 
     def order_streams(self) -> None:
         """Makes the current stream wait for the stream of the call before, if that was another one."""
-        if self.memory.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if self.memory.device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
             return
         stream = torch.cuda.current_stream(self.memory.device)
         if self._last_stream is not None and self._last_stream != stream:
@@ -198,7 +212,7 @@ class Workspace:
             torch.cuda.synchronize(self.memory.device)
         if self.group.poisoned is None:
             self.group.barrier("close", timeout_s)
-        if self.block is not None:
-            self.memory.free(self.block, timeout_s)
-        self.memory.free(self.signals, timeout_s)
-        self.block = None
+        self.prepared.clear()
+        for block in (*self.retired, *([self.block] if self.block is not None else []), self.signals):
+            self.memory.free(block, timeout_s)
+        self.block, self.retired = None, []

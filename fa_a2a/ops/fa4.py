@@ -39,9 +39,9 @@ class _FA4:
         """The same kernel with the tiles that could be better for attention alone; the sweep compares with the best."""
         from fa4_a2a.forward import FORWARD_TILES
 
-        *made_for, arch = self._made_for
-        tiles = FORWARD_TILES[arch, self._made_for[2]][1:2]
-        return {f"{rows}x{keys}": _FA4(*made_for, tile=(rows, keys)) for rows, keys in tiles}  # type: ignore[arg-type]
+        device, dtype, head_dim, with_lse, arch = self._made_for
+        tiles = FORWARD_TILES[arch, head_dim][1:2]
+        return {f"{rows}x{keys}": _FA4(device, dtype, head_dim, with_lse, (rows, keys)) for rows, keys in tiles}
 
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool

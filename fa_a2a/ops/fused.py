@@ -2,37 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 from ..comm.workspace import Workspace
 from ..layout import ExchangeShape
-from .kernels import Sink
+from .kernels import Qkv, Sink
 from .plan import Plan
 from .trace import step
 
 
+class Prepared:
+    """What does not change from call to call of one plan on one workspace: views of the peers' buffers, launches."""
+
+    def __init__(self, plan: Plan, workspace: Workspace) -> None:
+        shape, dtype, rank = plan.shape, plan.request.torch_dtype, workspace.group.rank
+        q, k, v = (workspace.head_sharded(name, rank, shape, dtype) for name in "qkv")
+        self.qkv: Qkv = (q, k, v)
+        self.sink = peer_sink(workspace, shape, dtype)
+        self.out, self.lse = workspace.output(rank, shape, dtype), workspace.lse(rank, shape)
+        self.stores = [
+            (index, heads, there)
+            for index in range(3)
+            for heads, there in _slices(workspace, "qkv"[index], shape, dtype)
+        ]
+        self.attend = launcher(plan, self.qkv, self.sink)
+
+    @classmethod
+    def of(cls, plan: Plan, workspace: Workspace) -> Prepared:
+        found: Prepared | None = workspace.prepared.get(plan.fingerprint)
+        if found is None:
+            with torch.inference_mode(False):
+                found = cls(plan, workspace)
+            while len(workspace.prepared) >= _MAX_PREPARED:
+                workspace.prepared.pop(next(iter(workspace.prepared)))
+            workspace.prepared[plan.fingerprint] = found
+        return found
+
+
+_MAX_PREPARED = 64
+
+
+def launcher(plan: Plan, qkv: Qkv, sink: Sink) -> Callable[[], None]:
+    """One call of the plan's kernel on fixed tensors; views and launches are made once where the adapter can."""
+    request = plan.request
+    prepare = getattr(plan.adapter, "launches", None)
+    if prepare is None:
+        return lambda: plan.adapter.fused(*qkv, request.scale, sink, request.with_lse)
+    launches = prepare(*qkv, request.scale, sink, request.with_lse)
+
+    def call() -> None:
+        for launch in launches:
+            launch()
+
+    return call
+
+
+def _slices(
+    workspace: Workspace, name: str, shape: ExchangeShape, dtype: torch.dtype
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(heads of the sender, where they go) for each peer."""
+    for peer in workspace.owners:
+        at = workspace.my_chunk_at[peer] if name == "q" else workspace.group.rank
+        rows = slice(at * shape.local_seq, (at + 1) * shape.local_seq)
+        heads = slice(peer * shape.local_heads, (peer + 1) * shape.local_heads)
+        yield heads, workspace.head_sharded(name, peer, shape, dtype)[:, rows]
+
+
 def scatter(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace, timeout_s: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Qkv:
     """Stores each head slice of q, k, v (B, s, H, D) into its owner's buffers, and waits for the peers' slices.
 
     Returns this rank's Q, K, V (B, S, h, D), views of the workspace; Q's rows are in chunk order, so that the attention
     kernel finds each owner's queries where its strides put them.
     """
-    shape, group = plan.shape, workspace.group
     workspace.take_turn("scatter")
     workspace.order_streams()
+    prepared = Prepared.of(plan, workspace)
     with step("scatter_heads", q.device):
-        for peer in workspace.owners:
-            heads = slice(peer * shape.local_heads, (peer + 1) * shape.local_heads)
-            at = {"q": workspace.my_chunk_at[peer], "k": group.rank, "v": group.rank}
-            for name, x in (("q", q), ("k", k), ("v", v)):
-                there = workspace.head_sharded(name, peer, shape, x.dtype)
-                rows = slice(at[name] * shape.local_seq, (at[name] + 1) * shape.local_seq)
-                _store(there[:, rows], x[:, :, heads])
+        tensors = (q, k, v)
+        for index, heads, there in prepared.stores:
+            _store(there, tensors[index][:, :, heads])
         workspace.poison_output()
         workspace.announce(plan.fingerprint, timeout_s)
-    return tuple(workspace.head_sharded(name, group.rank, shape, q.dtype) for name in "qkv")  # type: ignore[return-value]
+    return prepared.qkv
 
 
 def announce(plan: Plan, workspace: Workspace, timeout_s: float) -> None:
@@ -51,20 +106,22 @@ def attend(
 
     O (B, s, H, D) and LSE (B, H, s) are views of the workspace, valid until the next call on it.
     """
-    request, shape, rank = plan.request, plan.shape, workspace.group.rank
     workspace.take_turn("attention")
     workspace.order_streams()
-    sink = peer_sink(workspace, shape, q.dtype)
+    prepared, request = Prepared.of(plan, workspace), plan.request
     try:
         with step("attention", q.device):
-            plan.adapter.fused(q, k, v, request.scale, sink, request.with_lse)
+            if q is prepared.qkv[0]:
+                prepared.attend()
+            else:
+                plan.adapter.fused(q, k, v, request.scale, prepared.sink, request.with_lse)
     except Exception as error:
         workspace.group.poisoned = f"attention failed: {error}"
         raise
     with step("finish", q.device):
         workspace.finish(timeout_s)
     workspace.check_guards()
-    return workspace.output(rank, shape, q.dtype), workspace.lse(rank, shape) if request.with_lse else None
+    return prepared.out.view_as(prepared.out), prepared.lse.view_as(prepared.lse) if request.with_lse else None
 
 
 def peer_sink(workspace: Workspace, shape: ExchangeShape, dtype: torch.dtype) -> Sink:

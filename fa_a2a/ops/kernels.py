@@ -13,6 +13,8 @@ import torch
 from ..errors import ConfigurationError
 from ..layout import Run, equal_stride_runs
 
+Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Sink:

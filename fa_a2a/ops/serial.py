@@ -6,13 +6,12 @@ import torch
 
 from ..comm import collectives
 from ..comm.group import Group
+from .kernels import Qkv
 from .plan import Plan
 from .trace import step
 
 
-def scatter(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def scatter(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group) -> Qkv:
     """q, k, v (B, s, H, D) to (B, S, h, D), rows in global order."""
     with step("scatter_heads", q.device):
         return (
