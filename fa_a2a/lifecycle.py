@@ -33,10 +33,13 @@ def close(group: ProcessGroup | DeviceMesh | str | None = None, timeout_s: float
     Outputs that are views of the workspace end here. The next call makes a new workspace.
     """
     where = resolve(group)
-    if where.workspace is not None:
-        where.workspace.close(deadline(timeout_s))
+    where.check_process()
+    try:
+        if where.workspace is not None:
+            where.workspace.close(deadline(timeout_s))
+    finally:
         where.workspace = None
-    where.reset()
+        where.reset()
 
 
 def memory_bytes() -> dict[str, int]:

@@ -35,7 +35,7 @@ def body(device: torch.device, rounds: int, out: Path) -> None:
     for variant in VARIANTS:
         counters = _run(variant, memory, group, device, rounds)
         found = {field.name.lower(): counters[field] for field in Counter if field is not Counter.ARRIVALS}
-        lines.append({"kind": "litmus", **environment(device, 2), "variant": variant, **found})
+        lines.append({**environment("litmus", device, 2), "variant": variant, **found})
     if group.rank == 0:
         append(out, lines)
         for line in lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import subprocess
 from collections.abc import Iterable
@@ -19,29 +20,57 @@ _PACKAGE = Path(__file__).parents[1]
 _PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nvshmem4py-cu13", "triton")
 
 
-def content_hash() -> str:
-    """Hash of everything a figure depends on: kernels, comm, ops. A line with another one is stale."""
-    import importlib.util
+_SIGNAL = (
+    "layout.py",
+    "comm/nvshmem.py",
+    "comm/workspace.py",
+    "fa4_a2a/signal*.py",
+    "fa4_a2a/ptx.py",
+    "fa4_a2a/toolchain.py",
+)
+_ATTENTION = (
+    "ops/kernels.py",
+    "ops/fused.py",
+    "ops/serial.py",
+    "ops/fa4.py",
+    "ops/cpu.py",
+    "comm/*memory.py",
+    "comm/coll*.py",
+)
+_FILES = {  # what the figures of a kind of line depend on
+    "sweep": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py"),
+    "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
+    "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
+    "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
+}
 
-    folders = [_PACKAGE / "comm", _PACKAGE / "ops"]
+
+def content_hash(kind: str) -> str:
+    """Hash of the sources that a figure of this kind depends on. A line with another one is stale.
+
+    Of a kind that is not listed: everything in comm, ops and the kernels.
+    """
+    patterns = _FILES.get(kind, ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"))
     spec = importlib.util.find_spec("fa4_a2a")
-    if spec is not None and spec.submodule_search_locations:
-        folders.append(Path(spec.submodule_search_locations[0]))
-    files = [_PACKAGE / "layout.py", *(f for folder in folders for f in folder.rglob("*.py"))]
+    kernels = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
     digest = hashlib.sha256()
-    for file in sorted(files, key=lambda f: (f.parent.name, f.name)):
-        digest.update(f"{file.parent.name}/{file.name}\n".encode() + file.read_bytes())
+    for pattern in patterns:
+        ours = not pattern.startswith("fa4_a2a/")
+        root = _PACKAGE if ours else kernels
+        for file in sorted(root.glob(pattern.removeprefix("fa4_a2a/"))) if root else ():
+            digest.update(f"{'' if ours else 'fa4_a2a/'}{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Fields of every line: device, world size, date, git revision, versions and content hash."""
+def environment(kind: str, device: torch.device, world_size: int) -> dict[str, Any]:
+    """Fields of every line: kind, device, world size, date, git revision, versions and content hash."""
     return {
+        "kind": kind,
         "device": device_name(device),
         "world_size": world_size,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "git": _git_revision(),
-        "content_hash": content_hash(),
+        "content_hash": content_hash(kind),
         "versions": _versions(device),
     }
 

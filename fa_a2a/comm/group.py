@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import FaA2AError, GroupError, PeerTimeoutError
+from ..errors import FaA2AError, GroupError, PeerError, PeerMismatchError, PeerTimeoutError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,11 +46,16 @@ class Group:
         self.workspace: Workspace | None = None
         self._store = dist.distributed_c10d.PrefixStore(f"fa_a2a/{self.name}/{self.ranks}", _default_store())
         self._count = 0
+        self._last_key: str | None = None
+
+    def check_process(self) -> None:
+        """Raises GroupError in a forked child: the store and the ranks' memory are its parent's."""
+        if os.getpid() != self.pid:
+            raise GroupError("the group was made in another process; start workers by spawn and join the group there")
 
     def check_usable(self) -> None:
         """Raises GroupError in a forked child, WorkspaceError after an error that left the ranks apart."""
-        if os.getpid() != self.pid:
-            raise GroupError("the group was made in another process; start workers by spawn and join the group there")
+        self.check_process()
         if self.poisoned is not None:
             from ..errors import WorkspaceError
 
@@ -72,7 +77,7 @@ class Group:
     ) -> list[Any]:
         """Every rank's value for this exchange, by rank. Values are JSON.
 
-        Ranks call it in the same order. `watch` is called while waiting and may raise.
+        Ranks call it in the same order. `watch` is called while waiting and may raise. A failure poisons the group.
         Raises PeerTimeoutError naming the ranks that did not come within `timeout_s` seconds.
         """
         prefix = f"{self.incarnation}/{self._count}/{topic}"
@@ -82,21 +87,19 @@ class Group:
             self._await([f"{prefix}/{r}" for r in range(self.size)], topic, timeout_s, watch)
             values = [json.loads(self._store.get(f"{prefix}/{r}")) for r in range(self.size)]
         except FaA2AError as error:
-            self._abandon(str(error))
+            self._abandon(error)
             raise
         except Exception as error:  # the store's host is gone: its connection errors are no news to a user
-            raise PeerTimeoutError(
-                f"the store of torch.distributed stopped answering during '{topic}': {error}"
-            ) from error
-        self._sweep(topic)
+            self.poisoned = f"the store of torch.distributed stopped answering during '{topic}': {error}"
+            raise PeerTimeoutError(self.poisoned) from error
+        self._sweep(f"{prefix}/{self.rank}")
         return values
 
     def _await(self, keys: list[str], topic: str, timeout_s: float, watch: Callable[[], None] | None) -> None:
         missing = [r for r in range(self.size) if r != self.rank]
         deadline, pause = time.monotonic() + timeout_s, 1e-4
         while missing := [r for r in missing if not self._store.check([keys[r]])]:
-            if self._store.check([self._abandoned]):
-                raise PeerTimeoutError(self._store.get(self._abandoned).decode())
+            self._heed_abandoned()
             if watch is not None:
                 watch()
             if time.monotonic() > deadline:
@@ -107,25 +110,49 @@ class Group:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 5e-3)
-        if self._store.check([self._abandoned]):  # all had come, and somebody has left since
-            raise PeerTimeoutError(self._store.get(self._abandoned).decode())
+        self._heed_abandoned()  # all had come, and somebody may have left since
 
     @property
     def _abandoned(self) -> str:
         return f"{self.incarnation}/abandoned"
 
-    def _abandon(self, message: str) -> None:
+    def _abandon(self, error: FaA2AError) -> None:
         """Tells ranks that come later that nobody waits for them any more. Best effort: the store may be gone."""
+        self.poisoned = self.poisoned or str(error)
         with contextlib.suppress(Exception):
             if not self._store.check([self._abandoned]):
-                self._store.set(self._abandoned, f"rank {self.rank} gave up: {message}")
+                told = [isinstance(error, PeerMismatchError), f"rank {self.rank} gave up: {error}"]
+                self._store.set(self._abandoned, json.dumps(told))
 
-    def _sweep(self, topic: str) -> None:
+    def _heed_abandoned(self) -> None:
+        """Raises the error of the rank that gave up, of the same kind."""
+        if self._store.check([self._abandoned]):
+            mismatch, text = json.loads(self._store.get(self._abandoned))
+            raise (PeerMismatchError if mismatch else PeerTimeoutError)(text)
+
+    def _sweep(self, key: str) -> None:
         """Deletes this rank's key of the exchange before: whoever posted to this one had read it."""
-        old = getattr(self, "_last_key", None)
-        if old is not None:
-            self._store.delete_key(old)
-        self._last_key = f"{self.incarnation}/{self._count - 1}/{topic}/{self.rank}"
+        if self._last_key is not None:
+            self._store.delete_key(self._last_key)
+        self._last_key = key
+
+    def leave(self, timeout_s: float) -> None:
+        """Waits until every rank leaves, too; a rank that an error has cut off says so and does not wait.
+
+        Afterwards `poisoned` is set on every rank if it was on one. Raises PeerTimeoutError like `exchange`.
+        """
+        keys = [f"{self.incarnation}/leaving/{r}" for r in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], json.dumps(self.poisoned))
+            if self.poisoned is not None:
+                return
+            self._await(keys, "close", timeout_s, None)
+            self.poisoned = next(filter(None, (json.loads(self._store.get(key)) for key in keys)), None)
+            self._sweep(keys[self.rank])
+        except Exception as error:
+            healthy, self.poisoned = self.poisoned is None, self.poisoned or str(error)
+            if healthy and not (isinstance(error, PeerError) and self._store.check([self._abandoned])):
+                raise
 
     def barrier(self, topic: str, timeout_s: float) -> None:
         self.exchange(topic, None, timeout_s)
@@ -148,8 +175,7 @@ def resolve(group: ProcessGroup | DeviceMesh | str | None) -> Group:
     if group is None:
         handle = dist.distributed_c10d._get_default_group()
     elif isinstance(group, str):
-        known = _groups.get(group)
-        handle = known.handle if known is not None else torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        handle = _named(group)
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise GroupError(
@@ -168,6 +194,15 @@ def resolve(group: ProcessGroup | DeviceMesh | str | None) -> Group:
     if known is None or known.handle is not handle:
         known = _groups[handle.group_name] = Group(handle)
     return known
+
+
+def _named(name: str) -> ProcessGroup:
+    if (known := _groups.get(name)) is not None:
+        return known.handle
+    try:
+        return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise GroupError(f"there is no process group named {name!r} on this rank; pass the group itself") from error
 
 
 def all_groups() -> list[Group]:

@@ -10,7 +10,8 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,9 +30,12 @@ from ..layout import (
 from .symmetric import SymmetricBlock, SymmetricMemory
 
 if TYPE_CHECKING:
+    from ..ops.plan import Plan
     from .group import Group
 
 _GUARD = 0xA5
+_MAX_PREPARED = 128
+_Prepared = TypeVar("_Prepared")
 
 
 class Workspace:
@@ -46,9 +50,10 @@ class Workspace:
             self.signals = memory.allocate(SIGNAL_BYTES, timeout_s)
         self.block: SymmetricBlock | None = None
         self.retired: list[SymmetricBlock] = []  # outgrown, but CUDA graphs hold their addresses
-        self.prepared: dict[int, Any] = {}  # what the fused path prepared once, by fingerprint; ends with the block
+        self.prepared: dict[tuple[Any, int], Any] = {}  # see `prepare`; ends with the block
         self.map = WorkspaceMap()
         self.turn = "scatter"
+        self.call = object()  # stands for the call whose q, k, v are here
         self.closed = False
         self._last_stream: torch.cuda.Stream | None = None
         self._captured = False
@@ -72,6 +77,7 @@ class Workspace:
         """
         if self.fits(shape):
             return
+        self.check_turn("scatter")
         if self.memory.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 raise WorkspaceError(
@@ -130,6 +136,17 @@ class Workspace:
         """`rank`'s LSE as (batch, H, s), float32."""
         return self._view("lse", rank, (shape.batch, shape.num_heads, shape.local_seq), torch.float32)
 
+    def prepare(self, make: Callable[[Plan, Workspace], _Prepared], plan: Plan) -> _Prepared:
+        """make(plan, self), made once for each plan: what does not change from call to call, such as views."""
+        key = (make, plan.fingerprint)
+        if key not in self.prepared:
+            while len(self.prepared) >= _MAX_PREPARED:
+                self.prepared.pop(next(iter(self.prepared)))
+            with torch.inference_mode(False):
+                self.prepared[key] = make(plan, self)
+        found: _Prepared = self.prepared[key]
+        return found
+
     # -- protocol ----------------------------------------------------------------------------------------------------
 
     def check(self, timeout_s: float) -> None:
@@ -145,12 +162,17 @@ class Workspace:
             raise error
         self.group.check_usable()
 
-    def take_turn(self, step: str) -> None:
+    def check_turn(self, step: str) -> None:
         """Calls alternate scatter, attention; anything else would overwrite what a peer still reads."""
         if step != self.turn:
             raise WorkspaceError(
                 f"calls on a workspace alternate scatter_heads and attention_gather; got {step}, due was {self.turn}"
             )
+
+    def take_turn(self, step: str) -> None:
+        self.check_turn(step)
+        if step == "scatter":
+            self.call = object()
         self.turn = "attention" if step == "scatter" else "scatter"
 
     def order_streams(self) -> None:
@@ -186,8 +208,8 @@ class Workspace:
     def _signal(self, word: Word, timeout_s: float, **steps: object) -> None:
         try:
             self.memory.signal(self.signals, word, timeout_s=timeout_s, **steps)  # type: ignore[arg-type]
-        except Exception as error:
-            self.group.poisoned = str(error)
+        except BaseException as error:  # an interrupted wait, too, leaves the ranks apart
+            self.group.poisoned = str(error) or type(error).__name__
             raise
 
     def poison_output(self) -> None:
@@ -210,8 +232,7 @@ class Workspace:
         self.closed = True
         if self.memory.device.type == "cuda" and self.memory.fault() is None:
             torch.cuda.synchronize(self.memory.device)
-        if self.group.poisoned is None:
-            self.group.barrier("close", timeout_s)
+        self.group.leave(timeout_s)
         self.prepared.clear()
         for block in (*self.retired, *([self.block] if self.block is not None else []), self.signals):
             self.memory.free(block, timeout_s)

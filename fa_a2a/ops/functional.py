@@ -9,9 +9,9 @@ import torch
 
 from .. import config
 from ..comm.group import Group, resolve
-from ..errors import FaA2AError, ShapeError
-from . import fused, serial
-from .plan import MAX_KNOWN, Plan, Request, check_choices, make_request, settle
+from ..errors import FaA2AError, ShapeError, WorkspaceError
+from . import fused, scatter, serial
+from .plan import MAX_KNOWN, Plan, Request, check_choices, check_deadline, is_deadline, make_request, settle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,7 +28,7 @@ class HeadShards:
     _v: torch.Tensor
     _group: Group
     _plan: Plan
-    _announced: bool
+    _call: object  # the workspace's call that holds them; the workspace itself for tensors that no call holds
 
     @classmethod
     def from_tensors(
@@ -49,9 +49,9 @@ class HeadShards:
         where = resolve(group)
         plan = _plan(where, q_BShD, k_BShD, v_BShD, scale, return_lse, kernel, exchange, timeout_s, head_sharded=True)
         if plan.exchange == "fused":
-            assert where.workspace is not None
+            assert where.workspace is not None  # made with the plan
             q_BShD = torch.cat([q_BShD.chunk(where.size, dim=1)[owner] for owner in where.workspace.owners], dim=1)
-        return cls(q_BShD, k_BShD, v_BShD, where, plan, False)
+        return cls(q_BShD, k_BShD, v_BShD, where, plan, where.workspace)
 
 
 def _plan(
@@ -70,7 +70,7 @@ def _plan(
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
     key = (*map(_signature, (q, k, v)), scale, return_lse, kernel, exchange, head_sharded)
     settled = group.settled.get(key)
-    if settled is not None and seconds > 0:
+    if settled is not None and is_deadline(seconds):
         group.check_usable()
         if group.workspace is not None:
             group.workspace.check(seconds)
@@ -91,6 +91,8 @@ def _plan(
         )
     except FaA2AError as error:
         request = error
+        if not is_deadline(seconds):
+            seconds = deadline(None)  # the others must hear of it all the same
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
     plan = settle(group, request, device, seconds)
     if plan.request.device == "cuda" or plan.exchange == "fused":
@@ -137,12 +139,12 @@ def scatter_heads(
     where = resolve(group)
     plan = _plan(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s)
     if where.size == 1:
-        return HeadShards(q_BsHD, k_BsHD, v_BsHD, where, plan, True)
+        return HeadShards(q_BsHD, k_BsHD, v_BsHD, where, plan, None)
     if plan.exchange == "collective":
-        return HeadShards(*serial.scatter(q_BsHD, k_BsHD, v_BsHD, where), where, plan, True)
+        return HeadShards(*serial.scatter(q_BsHD, k_BsHD, v_BsHD, where), where, plan, None)
     assert where.workspace is not None
-    parts = fused.scatter(q_BsHD, k_BsHD, v_BsHD, plan, where.workspace, deadline(timeout_s))
-    return HeadShards(*parts, where, plan, True)
+    parts = scatter.scatter(q_BsHD, k_BsHD, v_BsHD, plan, where.workspace, deadline(timeout_s))
+    return HeadShards(*parts, where, plan, where.workspace.call)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -160,13 +162,18 @@ def attention_gather(
     if not isinstance(shards, HeadShards):
         raise ShapeError(f"attention_gather takes what scatter_heads returned, got {type(shards).__name__}")
     group, plan, seconds = shards._group, shards._plan, deadline(timeout_s)
+    check_deadline(seconds)
     group.check_usable()
     if plan.exchange == "collective":
         return serial.attend(shards._q, shards._k, shards._v, plan, group)
     workspace = group.workspace
-    assert workspace is not None
+    if workspace is None or not (shards._call is workspace or shards._call is workspace.call):
+        raise WorkspaceError(
+            "these HeadShards belong to an earlier call or a closed workspace; calls on a workspace alternate "
+            "scatter_heads and attention_gather"
+        )
     workspace.check(seconds)
-    if not shards._announced:
+    if shards._call is workspace:
         fused.announce(plan, workspace, seconds)
     out, lse = fused.attend(shards._q, shards._k, shards._v, plan, workspace, seconds)
     if copy:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -107,7 +108,15 @@ def check_choices(kernel: str, exchange: str, timeout_s: float) -> None:
         raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(kernels.KERNELS)}, got {kernel!r}")
     if exchange != "auto" and exchange not in EXCHANGES:
         raise ConfigurationError(f"exchange must be 'auto' or one of {', '.join(EXCHANGES)}, got {exchange!r}")
-    if not 0 < timeout_s < float("inf"):
+    check_deadline(timeout_s)
+
+
+def is_deadline(timeout_s: object) -> bool:
+    return isinstance(timeout_s, (int, float)) and 0 < timeout_s < float("inf")
+
+
+def check_deadline(timeout_s: object) -> None:
+    if not is_deadline(timeout_s):
         raise ConfigurationError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
 
 
@@ -123,8 +132,10 @@ def make_request(
     with_lse: bool,
     head_sharded: bool,
 ) -> Request:
-    """Checks the arguments of this rank and describes them. Raises ShapeError, UnsupportedError."""
+    """Checks the arguments of this rank and describes them. Raises ShapeError, UnsupportedError, ConfigurationError."""
     check_tensors(q, k, v)
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ConfigurationError(f"scale must be a finite number or None, got {scale!r}")
     batch, seq, heads, head_dim = q.shape
     request = Request(
         batch=batch,
@@ -208,11 +219,11 @@ def _agree(
     try:
         reports = group.exchange("agreement on the arguments", mine, timeout_s, watch)
     except PeerTimeoutError as error:
-        group.poisoned = str(error)
         raise (request if isinstance(request, FaA2AError) else error) from error
     errors = {r: report["error"] for r, report in enumerate(reports) if report["error"]}
-    if len(errors) == group.size and len(set(errors.values())) == 1 and isinstance(request, FaA2AError):
-        raise request
+    kinds = {str(text).partition(":")[0] for text in errors.values()}
+    if len(errors) == group.size and len(kinds) == 1 and isinstance(request, FaA2AError):
+        raise request  # texts may differ, in a device's number say
     if errors:
         raise PeerMismatchError("; ".join(f"rank {r}: {text}" for r, text in errors.items()))
     _compare(reports)
