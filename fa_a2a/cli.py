@@ -16,8 +16,9 @@ def main(argv: list[str] | None = None) -> int:
     plot = commands.add_parser("plot", help="plot the lines of results files")
     plot.add_argument("results", nargs="+", type=Path, help="JSON-lines files")
     plot.add_argument("--out", type=Path, default=Path("sweep.png"))
+    plot.add_argument("--readme", type=Path, help="also make the marked tables of this file anew")
     build = commands.add_parser("compile", help="compile the GPU kernels into the cache; needs no GPU")
-    build.add_argument("--arch", default=None, help="sm_90a or sm_100a; this machine's GPU by default")
+    build.add_argument("--arch", choices=("sm_90a", "sm_100a"), help="sm_90a or sm_100a; this machine's GPU by default")
     build.add_argument("--num-sms", type=int, default=None, help="SMs of that GPU; 132 for sm_90a, 148 for sm_100a")
     litmus = commands.add_parser("litmus", help="memory ordering of stores to a peer: does the fence cover them?")
     litmus.add_argument("--rounds", type=int, default=20000)
@@ -89,8 +90,14 @@ def _plot(arguments: argparse.Namespace) -> int:
     missing = [str(path) for path in arguments.results if not path.is_file()]
     if missing:
         raise ConfigurationError(f"no such results file: {', '.join(missing)}")
-    plot.sweep([line for path in arguments.results for line in read(path)], arguments.out)
+    lines = [line for path in arguments.results for line in read(path)]
+    plot.sweep(lines, arguments.out)
     print(arguments.out)
+    if arguments.readme is not None:
+        from .bench.readme import fill
+
+        arguments.readme.write_text(fill(arguments.readme.read_text(), lines))
+        print(arguments.readme)
     return 0
 
 
@@ -112,7 +119,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         from fa4_a2a.build import build_all
     except ImportError as error:
         raise ConfigurationError(f"the CuTe DSL is not installed ({error}); pip install 'fa_a2a[cu13]'") from error
-    build_all(arch, num_sms)
+    build_all(arch, num_sms, report=lambda built: print(f"{built.seconds:6.1f} s  {built.name}", flush=True))
     return 0
 
 

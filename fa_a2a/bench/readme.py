@@ -1,0 +1,86 @@
+"""The README's tables, made from result lines and from the code; `fa-a2a plot --readme` writes them between markers.
+
+A marker pair is <!-- name --> ... <!-- /name -->; everything between the two is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .. import config
+from ..errors import ConfigurationError
+from .record import content_hash
+
+Lines = list[dict[str, Any]]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def _mark(line: dict[str, Any]) -> str:
+    """A dagger for a figure whose sources have changed since it was measured."""
+    return "" if line.get("content_hash") == content_hash(line["kind"]) else "†"
+
+
+def _footnote(table: str) -> str:
+    note = "\n\n† measured before the latest change of the sources it depends on; to be measured again."
+    return table + note if "†" in table else table
+
+
+def _newest(lines: Lines, kind: str, key: tuple[str, ...]) -> Lines:
+    chosen = {tuple(line[name] for name in key): line for line in lines if line.get("kind") == kind}
+    return [chosen[k] for k in sorted(chosen)]
+
+
+def sweep_table(lines: Lines) -> str:
+    gpu = [line for line in lines if line.get("device") != "CPU"]
+    header = ["P", "S", "H", "attention", "serial", "fused", "ready", "E_res", "E_res ready", "cost (95 %)", "speed-up"]
+    rows = []
+    for x in _newest(gpu, "sweep", ("kernel", "world_size", "num_heads", "seq_len")):
+        rows.append(
+            [
+                f"{x['world_size']}{_mark(x)}",
+                *(str(x[name]) for name in ("seq_len", "num_heads")),
+                *(f"{x[name]:.1f}" for name in ("fa_only_us", "serial_us", "fused_sender_us", "fused_ready_us")),
+                *(f"{x[name]:+.1f}" for name in ("e_res_sender_us", "e_res_ready_us")),
+                f"{x['cost_sender_us']:+.1f} ± {x['cost_sender_ci_us']:.1f}",
+                f"{x['speedup_sender']:.2f} / {x['speedup_ready']:.2f}",
+            ]
+        )
+    return _footnote(_table(header, rows))
+
+
+def litmus_table(lines: Lines) -> str:
+    rows = [
+        [x["variant"] + _mark(x), f"{x['rounds']}", f"{x['stale']}", f"{x['stale_blocks']}"]
+        for x in _newest(lines, "litmus", ("variant",))
+    ]
+    return _footnote(_table(["variant", "rounds", "stale words", "in blocks"], rows))
+
+
+def environment_table(lines: Lines) -> str:
+    rows = [[f"`{v.name}`", f"`{v.default}`" if v.default else "", v.meaning] for v in config.VARIABLES]
+    return _table(["variable", "default", "meaning"], rows)
+
+
+TABLES: dict[str, Callable[[Lines], str]] = {
+    "sweep": sweep_table,
+    "litmus": litmus_table,
+    "environment": environment_table,
+}
+
+
+def fill(text: str, lines: Lines) -> str:
+    """The README's text with every marked table made anew. Raises ConfigurationError for an unknown or open marker."""
+    for name in re.findall(r"<!-- (\w+) -->", text):
+        if name not in TABLES:
+            raise ConfigurationError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
+        pattern = re.compile(f"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
+        if not pattern.search(text):
+            raise ConfigurationError(f"marker <!-- {name} --> is not closed by <!-- /{name} -->")
+        table = TABLES[name](lines)
+        text = pattern.sub(lambda _, name=name, table=table: f"<!-- {name} -->\n{table}\n<!-- /{name} -->", text)  # type: ignore[misc]
+    return text
