@@ -1,4 +1,4 @@
-"""The command fa-a2a: sweep, plot, compile, doctor."""
+"""The command fa-a2a: sweep, calibrate, audit, exchange, plot, compile, litmus, doctor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fa-a2a", description="attention with the all-to-all inside")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_sweep(commands.add_parser("sweep", help="time serial and fused attention against sequence length"))
+    _add_calibrate(
+        commands.add_parser("calibrate", help="measure this machine's path between GPUs, or fit samples of it")
+    )
+    _add_audit(commands.add_parser("audit", help="does the exchange hide behind attention? The model's answer"))
+    _add_exchange(commands.add_parser("exchange", help="time the exchange before attention: ours, copies, NCCL"))
     plot = commands.add_parser("plot", help="plot the lines of results files")
     plot.add_argument("results", nargs="+", type=Path, help="JSON-lines files")
     plot.add_argument("--out", type=Path, default=Path("sweep.png"))
@@ -57,6 +62,46 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="the plot; beside --out by default")
 
 
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    results = Path("fa_a2a_results")
+    parser.add_argument("--samples", type=Path, nargs="+", help="fit these recorded lines; needs no GPU")
+    parser.add_argument("--ranks", type=int, help="GPUs to use; all by default, or torchrun's")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of all points")
+    parser.add_argument("--quick", action="store_true", help="fewer gaps and volumes")
+    parser.add_argument("--name", help="the profile's name; by default from device and ranks, as h200x4")
+    parser.add_argument(
+        "--base", help="profile to take attention's speed from; a shipped one of this device by default"
+    )
+    parser.add_argument("--attention-tflops", type=float, help="attention's speed instead")
+    parser.add_argument("--out", type=Path, default=results / "calibrate.jsonl", help="JSON lines go here")
+    parser.add_argument("--profile-out", type=Path, help=f"the profile; {results}/NAME.json by default")
+    parser.add_argument("--plot", type=Path, help="the plot; beside the profile by default")
+
+
+def _add_audit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seq-len", type=int, required=True, help="of the whole sequence")
+    parser.add_argument("--heads", type=int, required=True, help="of all ranks together")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--ranks", type=int, help="the profile's by default")
+    parser.add_argument("--profile", default="h200x4", help="platform profile: name or JSON file")
+    parser.add_argument("--tile-rows", type=int, default=128, help="queries of one output tile")
+    parser.add_argument("--store", choices=("bulk", "st"), help="how tiles are stored; bulk if the profile has it")
+    parser.add_argument("--own-chunk", choices=("first", "last"), default="first", help="when the own tiles come")
+
+
+def _add_exchange(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=_numbers, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument("--seq-lens", type=_numbers, default=[4608, 8192, 16384, 32768], help="of the whole sequence")
+    parser.add_argument("--heads", type=_numbers, default=[24])
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--methods", nargs="+", default=["st", "bulk", "copies", "nccl", "nccl_packed"])
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds")
+    parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/exchange.jsonl"), help="JSON lines go here")
+
+
 def _sweep(arguments: argparse.Namespace) -> int:
     import torch
 
@@ -76,6 +121,67 @@ def _sweep(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from .bench import fitting
+
+    for path in arguments.samples or ():
+        if not path.is_file():
+            raise ConfigurationError(f"no such samples file: {path}; record one with fa-a2a calibrate on GPUs")
+    if arguments.samples is None:
+        import torch
+
+        from .bench import calibrate, launch
+
+        if not torch.cuda.is_available():
+            way_out = "give --samples FILE to fit recorded ones"
+            raise ConfigurationError(f"calibrate measures the path between GPUs, and torch sees none; {way_out}")
+        ranks = calibrate.rank_count(arguments.ranks)
+        if arguments.rounds < 1:
+            raise ConfigurationError(f"--rounds must be at least 1, got {arguments.rounds}")
+        launch.run(calibrate.body, ranks, "cuda", arguments.rounds, arguments.quick, arguments.out)
+        if not launch.is_main():
+            return 0
+    fitting.report(arguments)
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from .xstage import AttentionShape, audit_attention, load_profile
+
+    profile = load_profile(arguments.profile)
+    shape = AttentionShape(
+        batch=arguments.batch,
+        seq_len=arguments.seq_len,
+        num_heads=arguments.heads,
+        head_dim=arguments.head_dim,
+        num_ranks=profile.num_ranks if arguments.ranks is None else arguments.ranks,
+        tile_rows=arguments.tile_rows,
+    )
+    store = arguments.store or ("bulk" if "bulk" in profile.stores else next(iter(profile.stores)))
+    audit = audit_attention(shape, profile, store=store, own_chunk=arguments.own_chunk)
+    print(audit.explain())
+    terms = audit.terms
+    print(
+        f"terms of a launch, us: a waits of full waves {terms.wave_wait_us:.1f} + {terms.drift_us:.1f}; "
+        f"b loads behind a blocked store {terms.blocked_load_us:.1f}; c drain after the last tile "
+        f"{terms.last_drain_us:.1f}; d for having touched a peer: none"
+    )
+    return 0
+
+
+def _exchange(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .bench import exchange, launch, main
+
+    if not torch.cuda.is_available():
+        raise ConfigurationError("exchange measures the path between GPUs, and torch sees none")
+    cases = exchange.cases(arguments)
+    for count in main.rank_counts(arguments.ranks, "cuda"):
+        launch.run(exchange.body, count, "cuda", cases, arguments.out)
+    return 0
+
+
 def _litmus(arguments: argparse.Namespace) -> int:
     from .bench import launch, litmus
 
@@ -91,8 +197,8 @@ def _plot(arguments: argparse.Namespace) -> int:
     if missing:
         raise ConfigurationError(f"no such results file: {', '.join(missing)}")
     lines = [line for path in arguments.results for line in read(path)]
-    plot.sweep(lines, arguments.out)
-    print(arguments.out)
+    for path in plot.draw(lines, arguments.out):
+        print(path)
     if arguments.readme is not None:
         from .bench.readme import fill
 

@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigurationError, UnsupportedError
+from .xstage import burst_gap as bg
+from .xstage.curves import periods
+from .xstage.fit import Calibration, StoreFit, fit
+from .xstage.samples import KIND as CALIBRATE
+from .xstage.samples import read_runs
+
+_MIB = 1024**2
 
 
 def _pyplot() -> Any:
@@ -18,6 +25,23 @@ def _pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
+    """A plot for each kind of line there is: of one kind at `path`, of both the calibration's beside it. Returns where.
+
+    ConfigurationError where no line can be plotted.
+    """
+    plots = {"sweep": sweep, CALIBRATE: calibration}
+    kinds = {str(line.get("kind")) for line in lines}
+    found = [kind for kind in plots if kind in kinds]
+    if not found:
+        got = ", ".join(sorted(kinds)) or "none"
+        raise ConfigurationError(f"plots are made of lines of kind {' or '.join(plots)}, got {got}; name such a file")
+    paths = {kind: path if kind == found[0] else path.with_stem(f"{path.stem}_{kind}") for kind in found}
+    for kind, target in paths.items():
+        plots[kind](lines, target)
+    return list(paths.values())
 
 
 def _latest(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -66,3 +90,93 @@ def sweep(lines: list[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def calibration(lines: list[dict[str, Any]], path: Path) -> None:
+    """The newest run among the lines: the four panels of the paper's figure 3, measured points, the model's curves."""
+    found = fit(read_runs(lines)[-1])
+    plt = _pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8))
+    for color, store in enumerate(found.stores.values()):
+        _gap_panels(axes[0][0], axes[0][1], found, store, f"C{color}")
+        _isolated_panel(axes[1][0], found, store, f"C{color}")
+        _rate_panel(axes[1][1], found, store, f"C{color}")
+    volumes = [0.0, max(s.volume_bytes for s in found.run.select("zero_gap"))]
+    drains = [bg.drain_us(volume_bytes=v, rate_gb_s=found.rate_gb_s.value) for v in volumes]
+    label = f"V/R, R = {found.rate_gb_s.value:.0f} GB/s"
+    axes[1][1].plot([v / _MIB for v in volumes], drains, "-", color="gray", label=label)
+    titles = (
+        ("a", "periodic bursts: issue time", "gap G (us)", "period - gap (us)"),
+        ("b", "periodic bursts: period", "gap G (us)", "period (us)"),
+        ("c", "isolated bursts: slowest block", "volume V (MiB)", "issue time (us)"),
+        ("d", "zero gap: period", "volume V (MiB)", "period (us)"),
+    )
+    for axis, (letter, title, x, y) in zip(axes.flat, titles, strict=True):
+        axis.set(title=f"({letter}) {title}", xlabel=x, ylabel=y)
+        axis.set_xlim(left=0)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    run = found.run
+    figure.suptitle(f"{run.device} x {run.num_ranks}, {run.num_sms} SMs, {run.date[:10]}; lines: X-Stage", fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _gap_panels(left: Any, right: Any, found: Calibration, store: StoreFit, color: str) -> None:
+    name = store.store
+    left.plot(
+        [p.gap_us for p in store.max_law],
+        [p.measured_us - p.gap_us for p in store.max_law],
+        "o",
+        color=color,
+        label=name,
+    )
+    left.plot([p.gap_us for p in store.max_law], [p.predicted_us - p.gap_us for p in store.max_law], "-", color=color)
+    control = periods(found.run.select("gap", store=name, traffic="local"))
+    if control:
+        label = f"{name}, local"
+        left.plot([p.gap_us for p in control], [p.issue_us for p in control], "x", color=color, alpha=0.5, label=label)
+    right.plot([p.gap_us for p in store.max_law], [p.measured_us for p in store.max_law], "o", color=color, label=name)
+    right.plot([p.gap_us for p in store.max_law], [p.predicted_us for p in store.max_law], "-", color=color)
+    if store.coupled_law:
+        gaps, label = [p.gap_us for p in store.coupled_law], f"{name}, fence after each burst"
+        right.plot(gaps, [p.measured_us for p in store.coupled_law], "^", color=color, alpha=0.5, label=label)
+        right.plot(gaps, [p.predicted_us for p in store.coupled_law], "--", color=color, alpha=0.5)
+
+
+def _isolated_panel(axis: Any, found: Calibration, store: StoreFit, color: str) -> None:
+    """The band: max(local control, (V - Q)/R) over the range of Q."""
+    points = store.isolated
+    volumes = [p.volume_bytes / _MIB for p in points]
+    spread = [[p.issue_us.value - p.issue_us.low for p in points], [p.issue_us.high - p.issue_us.value for p in points]]
+    label = f"{store.store}, Q {store.capacity}"
+    axis.errorbar(volumes, [p.issue_us.value for p in points], spread, fmt="o", color=color, label=label)
+    axis.plot(volumes, [p.local_us for p in points], "x", color=color, alpha=0.5, label=f"{store.store}, local")
+    if store.capacity.high_bytes is None:
+        return
+    low, high = (
+        [
+            bg.isolated_issue_us(
+                volume_bytes=p.volume_bytes, rate_gb_s=found.rate_gb_s.value, floor_us=p.local_us, capacity_bytes=q
+            )
+            for p in points
+        ]
+        for q in (store.capacity.high_bytes, store.capacity.low_bytes)
+    )
+    axis.fill_between(volumes, low, high, color=color, alpha=0.2)
+
+
+def _rate_panel(axis: Any, found: Calibration, store: StoreFit, color: str) -> None:
+    """Marks by the number of blocks: the same volume from fewer blocks must lie on the same line."""
+    points = periods(found.run.select("zero_gap", store=store.store, traffic="all_to_all"))
+    for mark, ctas in zip("osD^v", sorted({p.sample.num_ctas for p in points}, reverse=True), strict=False):
+        mine = [p for p in points if p.sample.num_ctas == ctas]
+        volumes, label = [p.sample.volume_bytes / _MIB for p in mine], f"{store.store}, {ctas} blocks"
+        axis.plot(volumes, [p.median_us for p in mine], mark, color=color, fillstyle="none", label=label)
+    one = periods(found.run.select("zero_gap", store=store.store, traffic="one_sender", num_ctas=found.run.num_sms))
+    if one:
+        volumes, label = [p.sample.volume_bytes / _MIB for p in one], f"{store.store}, one rank sending"
+        axis.plot(volumes, [p.median_us for p in one], "+", color=color, label=label)

@@ -6,5 +6,6 @@ ptx        the PTX instructions the DSL has no exact word for
 forward    flash-attn-4's attention with every extent and stride left open
 signal     the completion kernel: publish and await epochs across ranks
 litmus     does a system fence cover bulk stores to a peer?
+burst      the microbenchmark: bursts of remote stores, timed
 build      ahead-of-time compile of all of them
 """

@@ -104,6 +104,16 @@ def bulk_store(destination: Int64, source: Int32, size_bytes: Int32, *, loc: Any
 
 
 @dsl_user_op
+def bulk_load(
+    destination: Int32, source: Int64, size_bytes: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """cp.async.bulk from global to shared memory, counted as bytes at the mbarrier; multiples of 16 bytes."""
+    operands = [_i32(destination, loc, ip), _i64(source, loc, ip), _i32(size_bytes, loc, ip), _i32(barrier, loc, ip)]
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    _asm(None, operands, text, "r,l,r,r", loc, ip)
+
+
+@dsl_user_op
 def bulk_commit(*, loc: Any = None, ip: Any = None) -> None:
     _asm(None, [], "cp.async.bulk.commit_group;", "", loc, ip)
 
@@ -115,9 +125,10 @@ def bulk_wait(*, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
-def bulk_wait_read(*, loc: Any = None, ip: Any = None) -> None:
-    """All bulk stores of this thread have read their source; it may be overwritten. Says nothing of the destination."""
-    _asm(None, [], "cp.async.bulk.wait_group.read 0;", "", loc, ip)
+def bulk_wait_read(pending: int = 0, *, loc: Any = None, ip: Any = None) -> None:
+    """All groups of bulk stores of this thread but the last `pending` have read their source; it may be overwritten.
+    Says nothing of the destination."""
+    _asm(None, [], f"cp.async.bulk.wait_group.read {pending};", "", loc, ip)
 
 
 # -- time and the end -------------------------------------------------------------------------------------------------

@@ -54,13 +54,30 @@ class Signal:
     ):
         lane = cute.arch.thread_idx()[0]
         start = ptx.globaltimer()
+        self.steps(peer_blocks, lane, rank, num_ranks, word, flags, fingerprint, start, deadline_ns, record)
+
+    @cute.jit
+    def steps(
+        self,
+        peer_blocks: cute.Tensor,
+        lane: Int32,
+        rank: Int32,
+        num_ranks: Int32,
+        word: Int32,
+        flags: Int32,
+        fingerprint: Int64,
+        start: Int64,
+        deadline_ns: Int64,
+        record: Int64,
+    ):
+        """For one whole warp; also the end of kernels that publish their own stores (scatter_kernel.py)."""
         own = peer_blocks[rank]
         peer = own
         if lane < num_ranks:
             peer = peer_blocks[lane]
 
-        # The epoch word is touched by this kernel alone, and its launches on a workspace follow each other in stream
-        # order. All lanes read it before lane 0 writes it: the warp barrier is in between.
+        # The epoch word is touched by these steps alone, and the launches that take them on a workspace follow each
+        # other in stream order. All lanes read it before lane 0 writes it: the warp barrier is in between.
         epoch = ptx.load_relaxed_sys(own + 8 * EPOCH)
         if flags & int(Flags.ADVANCE) != 0:
             epoch += 1  # wraps; epochs are compared by signed difference

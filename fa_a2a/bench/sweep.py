@@ -86,7 +86,7 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object]) -> dic
         "fused_local": Method(to_local),
         "fused_ready": Method(ready),
         "serial": Method(lambda: serial.attend(q, k, v, plan, group)),
-        "fused_op": Method(lambda: attention_gather(HeadShards(*rotated, group, plan, False))),
+        "fused_op": Method(lambda: attention_gather(shards)),
     }
     for name, adapter in _alone(plan, device).items():
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]

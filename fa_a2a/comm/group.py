@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..ops.plan import Plan
     from .workspace import Workspace
 
+Watch = Callable[[Callable[[int], bool]], None]
 _WAY_IN = "call torch.distributed.init_process_group() first"
 
 
@@ -72,12 +73,11 @@ class Group:
         self.plans.clear()
         self.settled.clear()
 
-    def exchange(
-        self, topic: str, value: object, timeout_s: float, watch: Callable[[], None] | None = None
-    ) -> list[Any]:
+    def exchange(self, topic: str, value: object, timeout_s: float, watch: Watch | None = None) -> list[Any]:
         """Every rank's value for this exchange, by rank. Values are JSON.
 
-        Ranks call it in the same order. `watch` is called while waiting and may raise. A failure poisons the group.
+        Ranks call it in the same order. `watch` is called while waiting, with a function that
+        says whether a rank has come by now, and may raise. A failure poisons the group.
         Raises PeerTimeoutError naming the ranks that did not come within `timeout_s` seconds.
         """
         prefix = f"{self.incarnation}/{self._count}/{topic}"
@@ -95,13 +95,13 @@ class Group:
         self._sweep(f"{prefix}/{self.rank}")
         return values
 
-    def _await(self, keys: list[str], topic: str, timeout_s: float, watch: Callable[[], None] | None) -> None:
+    def _await(self, keys: list[str], topic: str, timeout_s: float, watch: Watch | None) -> None:
         missing = [r for r in range(self.size) if r != self.rank]
         deadline, pause = time.monotonic() + timeout_s, 1e-4
         while missing := [r for r in missing if not self._store.check([keys[r]])]:
             self._heed_abandoned()
             if watch is not None:
-                watch()
+                watch(lambda r: self._store.check([keys[r]]))
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"rank {missing[0]} of group {self.name!r} (global rank {self.ranks[missing[0]]}) did not reach "

@@ -17,7 +17,7 @@ import time
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, WorkspaceError
 from ..layout import ARRIVED_WORD, EPOCH_WORD, FINGERPRINT_WORD, READY_WORD, SIGNAL_WORDS, Word, signed_difference
 from .group import Group, host_identity
 from .symmetric import Fault, SymmetricBlock, SymmetricMemory
@@ -52,6 +52,28 @@ def _folder() -> str:
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
+def _reserve(fd: int, nbytes: int) -> tuple[mmap.mmap | None, str | None]:
+    """The file's mapping, or why there is none."""
+    try:
+        os.ftruncate(fd, nbytes)
+        if sys.platform == "linux":
+            os.posix_fallocate(fd, 0, nbytes)  # a full file system says so here, not by SIGBUS in a store later
+        return _map(os.dup(fd), nbytes), None
+    except OSError as error:
+        return None, str(error)
+    finally:
+        os.close(fd)
+
+
+def _open(sources: list[mmap.mmap | str | None], nbytes: int) -> tuple[list[mmap.mmap], str | None]:
+    """Mappings of the peers' files, given by path, among what is mapped already; or why one cannot be opened."""
+    try:
+        maps = [_map(os.open(s, os.O_RDWR), nbytes) if isinstance(s, str) else s for s in sources]
+        return [m for m in maps if m is not None], None
+    except OSError as error:
+        return [], str(error)
+
+
 def _map(fd: int, nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -82,13 +104,20 @@ class SharedMemory(SymmetricMemory):
         path = os.path.join(_folder(), f"fa_a2a-{secrets.token_hex(16)}")
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            os.ftruncate(fd, nbytes)
-            if sys.platform == "linux":
-                os.posix_fallocate(fd, 0, nbytes)  # a full file system says so here, not by SIGBUS in a store later
-            own = _map(fd, nbytes)
-            paths = self.group.exchange("shared memory", path, timeout_s)
-            maps = [own if r == self.group.rank else _map(os.open(p, os.O_RDWR), nbytes) for r, p in enumerate(paths)]
-            self.group.barrier("shared memory mapped", timeout_s)
+            own, problem = _reserve(fd, nbytes)
+            told = self.group.exchange("shared memory", (path, problem), timeout_s)
+            if troubles := [f"rank {r}: {trouble}" for r, (_, trouble) in enumerate(told) if trouble]:
+                raise WorkspaceError(
+                    f"no {nbytes} bytes of shared memory to be had in {_folder()} ({'; '.join(troubles)}); "
+                    "make room there (containers: --shm-size), or use exchange='collective'"
+                )
+            maps, problem = _open([own if r == self.group.rank else p for r, (p, _) in enumerate(told)], nbytes)
+            told = self.group.exchange("shared memory mapped", problem, timeout_s)
+            if troubles := [f"rank {r}: {trouble}" for r, trouble in enumerate(told) if trouble]:
+                raise UnsupportedError(
+                    f"these processes cannot open each other's shared memory ({'; '.join(troubles)}); "
+                    "containers must share it (--ipc=host), or use exchange='collective'"
+                )
         finally:
             os.unlink(path)
         peers = tuple(torch.frombuffer(m, dtype=torch.uint8) for m in maps)

@@ -93,8 +93,13 @@ class Workspace:
             else:
                 self.memory.free(self.block, timeout_s)
             self.block, self._captured = None, False
-        with torch.inference_mode(False):
-            self.block = self.memory.allocate(new_map.total_bytes, timeout_s)
+        try:
+            with torch.inference_mode(False):
+                self.block = self.memory.allocate(new_map.total_bytes, timeout_s)
+        except Exception:
+            self.group.plans.clear()  # what was agreed on counted on the old block; calls that fit may still be made
+            self.group.settled.clear()
+            raise
         self.map = new_map
         for offset, nbytes in self.map.guards():
             self.block.peers[self.group.rank][offset : offset + nbytes] = _GUARD

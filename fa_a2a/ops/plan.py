@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -206,9 +207,11 @@ def _agree(
             raise request
         return [mine]
 
-    def watch() -> None:
-        """Peers that have begun a call this rank knows nothing of are not coming to agree: end theirs, too."""
-        if group.workspace is None or not (ahead := group.workspace.peers_ahead()):
+    def watch(has_come: Callable[[int], bool]) -> None:
+        """Peers that have begun a call this rank knows nothing of are not coming to agree: end theirs, too. One that
+        has come was through with this exchange before its call."""
+        ahead = [] if group.workspace is None else group.workspace.peers_ahead()
+        if group.workspace is None or not (ahead := [r for r in ahead if not has_come(r)]):
             return
         group.workspace.abort()
         what = str(request) if isinstance(request, FaA2AError) else mine["request"]

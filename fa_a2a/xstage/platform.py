@@ -35,6 +35,18 @@ def _count(name: str, value: object) -> None:
         raise refuse(f"{name} must be a whole number of at least 1", value)
 
 
+def _range(name: str, value: object, inside: float) -> tuple[float, float]:
+    """A checked confidence range, which JSON gives as a list."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise refuse(f"{name} must be two numbers, low and high", value)
+    low, high = value
+    _number(name, low)
+    _number(name, high)
+    if not low <= inside <= high:
+        raise refuse(f"{name} must hold the value {inside!r}", value)
+    return (low, high)
+
+
 @dataclass(frozen=True)
 class Capacity:
     """Bytes the path holds before a store waits (Q). `high_bytes` None: no knee was found, at least `low_bytes`."""
@@ -73,9 +85,14 @@ class StoreKind:
     capacity: Capacity
     drift_us: float | None
     blocked_load_us: float | None
+    issue_range_us: tuple[float, float] | None = None
+    """95 % range of issue_us."""
 
     def __post_init__(self) -> None:
         _number("issue_us", self.issue_us)
+        if self.issue_range_us is not None:
+            found = _range("issue_range_us", self.issue_range_us, self.issue_us)
+            object.__setattr__(self, "issue_range_us", found)
         for name in ("drift_us", "blocked_load_us"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), zero=True)
@@ -124,6 +141,10 @@ class PlatformProfile:
     publish_us: float | None
     source: str
     date: str
+    rate_range_gb_s: tuple[float, float] | None = None
+    """95 % range of rate_gb_s."""
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of the software it was measured with."""
 
     def __post_init__(self) -> None:
         for name in ("name", "device", "source", "date"):
@@ -132,6 +153,15 @@ class PlatformProfile:
         _count("num_ranks", self.num_ranks)
         _count("num_sms", self.num_sms)
         _number("rate_gb_s", self.rate_gb_s)
+        if self.rate_range_gb_s is not None:
+            found = _range("rate_range_gb_s", self.rate_range_gb_s, self.rate_gb_s)
+            object.__setattr__(self, "rate_range_gb_s", found)
+        strings = isinstance(self.versions, Mapping) and all(
+            isinstance(text, str) for pair in self.versions.items() for text in pair
+        )
+        if not strings:
+            raise refuse("versions must be names and texts", self.versions)
+        object.__setattr__(self, "versions", dict(self.versions))
         if self.publish_us is not None:
             _number("publish_us", self.publish_us, zero=True)
         if not self.stores or set(self.stores) - set(get_args(StoreName)):

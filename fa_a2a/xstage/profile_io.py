@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # moved in Python 3.11
 
 _PROFILE_KEYS = frozenset(PlatformProfile.__dataclass_fields__)
 _STORE_KEYS = frozenset(StoreKind.__dataclass_fields__)
+_MAY_LACK = frozenset({"rate_range_gb_s", "versions", "issue_range_us"})  # profiles from elsewhere do not say
 _CAPACITY_KEYS = frozenset(Capacity.__dataclass_fields__)
 _ATTENTION_KEYS = frozenset(AttentionSpeed.__dataclass_fields__)
 
@@ -31,13 +32,13 @@ def _object(where: str, value: object, known: frozenset[str], required: frozense
 
 def profile_from_dict(data: object) -> PlatformProfile:
     """A checked profile from JSON values (PlatformProfile.to_dict's form); ProfileError says what is wrong."""
-    fields = dict(_object("profile", data, _PROFILE_KEYS, _PROFILE_KEYS))
+    fields = dict(_object("profile", data, _PROFILE_KEYS, _PROFILE_KEYS - _MAY_LACK))
     if not isinstance(fields["stores"], dict):
         raise refuse("stores must be a JSON object", fields["stores"])
     stores = {}
     for kind, value in fields["stores"].items():
         where = f"stores.{kind}"
-        store = dict(_object(where, value, _STORE_KEYS, _STORE_KEYS))
+        store = dict(_object(where, value, _STORE_KEYS, _STORE_KEYS - _MAY_LACK))
         capacity = _object(f"{where}.capacity", store["capacity"], _CAPACITY_KEYS, _CAPACITY_KEYS)
         stores[kind] = StoreKind(**store | {"capacity": Capacity(**capacity)})
     attention = AttentionSpeed(**_object("attention", fields["attention"], _ATTENTION_KEYS, frozenset()))

@@ -29,7 +29,7 @@ def test_shape_counts():
     ],
 )
 def test_shape_refuses(change, text):
-    fields = dict(batch=1, seq_len=16, num_heads=4, head_dim=8, num_ranks=2, itemsize=2)
+    fields = {"batch": 1, "seq_len": 16, "num_heads": 4, "head_dim": 8, "num_ranks": 2, "itemsize": 2}
     with pytest.raises(ShapeError, match=text):
         ExchangeShape(**{**fields, **change})
 

@@ -28,7 +28,9 @@ def plain(q, k, v, scale=None):
     return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale=scale).transpose(1, 2)
 
 
-@pytest.mark.parametrize("call", [UlyssesAttention(), scatter_heads, HeadShards.from_tensors, lambda *_: fa_a2a.close()])
+@pytest.mark.parametrize(
+    "call", [UlyssesAttention(), scatter_heads, HeadShards.from_tensors, lambda *_: fa_a2a.close()]
+)
 def test_without_a_process_group_the_error_says_what_to_do(call):
     with pytest.raises(GroupError, match="init_process_group"):
         call(*inputs())
@@ -79,7 +81,7 @@ def test_error_leaves_the_group_usable(alone):
 def test_gradients_are_refused_unless_grad_mode_is_off(alone):
     q, k, v = inputs()
     q.requires_grad_()
-    with pytest.raises(UnsupportedError, match="q requires grad.*no_grad"):
+    with pytest.raises(UnsupportedError, match=r"q requires grad.*no_grad"):
         UlyssesAttention()(q, k, v)
     for off in (torch.no_grad, torch.inference_mode):
         with off():

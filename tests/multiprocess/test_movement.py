@@ -1,5 +1,5 @@
-"""Which rank ends up with what. Every element says its batch entry, position, head and tensor, so that a wrong one names
-where it came from; all values are small integers, exact in every dtype."""
+"""Which rank ends up with what. Every element says its batch entry, position, head and tensor, so that a wrong one
+names where it came from; all values are small integers, exact in every dtype."""
 
 import pytest
 import torch

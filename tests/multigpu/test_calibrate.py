@@ -1,0 +1,42 @@
+"""A short calibration on the machine: the model's laws must hold there."""
+
+import pytest
+import torch.distributed as dist
+
+from fa_a2a.bench import calibrate
+from fa_a2a.bench.record import read
+from fa_a2a.xstage.fit import fit
+from fa_a2a.xstage.samples import read_runs
+
+
+@pytest.fixture
+def found(device, tmp_path):
+    """The fit of one calibration, known to every rank: all fail together, or none waits for the others."""
+    out = tmp_path / "calibrate.jsonl"
+    calibrate.body(device, 3, True, out)
+    box = [None]
+    if dist.get_rank() == 0:
+        (run,) = read_runs(read(out))
+        try:
+            box = [fit(run)]
+        except Exception as error:
+            box = [error]
+    dist.broadcast_object_list(box)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
+
+
+def test_the_laws_hold(found):
+    """Fence-free bursts overlap their gap with the drain; with a fence they add up."""
+    for name, store in found.stores.items():
+        for law, points in (("max", store.max_law), ("coupled", store.coupled_law)):
+            for p in points:
+                assert abs(p.residual) < 0.15, f"{name} {law}: {p.measured_us:.2f} at {p.gap_us:.1f}, {p.predicted_us}"
+        drain_us = store.max_law[0].predicted_us
+        assert store.issue_us.value < 0.25 * drain_us
+        assert store.capacity.low_bytes < 132 * 128 * 1024
+        # both kinds of store drain through the same path
+        assert store.rate_gb_s.value == pytest.approx(found.rate_gb_s.value, rel=0.1)
+        stalled, paced = store.paced_us[1, 0.0], store.paced_us[16, 1.0]
+        assert paced < 0.5 * stalled, f"{name}: pacing must take most of the stall away, {paced} of {stalled} us"

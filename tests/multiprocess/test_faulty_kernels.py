@@ -1,0 +1,117 @@
+"""Kernels that skip a tile, store past a buffer or fail, and what debug mode shows of it."""
+
+import os
+
+import torch
+from workers import attempt, inputs, works
+
+import fa_a2a
+from fa_a2a import UlyssesAttention
+from fa_a2a.comm.group import resolve
+from fa_a2a.layout import tile_order
+from fa_a2a.ops import cpu
+
+FUSED = {"kernel": "cpu", "exchange": "fused"}
+
+
+def call(rank, size, timeout_s=2.0, seed=0):
+    return UlyssesAttention(**FUSED, timeout_s=timeout_s)(*inputs(rank, size, seed=seed))
+
+
+class Forgetful(type(cpu.make(torch.device("cpu"), torch.float32, 8, True))):
+    """Leaves the first tile of every chunk but its own unwritten."""
+
+    def fused(self, q, k, v, scale, sink, with_lse):
+        keep = [(o.clone(), lse.clone()) for o, lse in zip(sink.o, sink.lse)]
+        super().fused(q, k, v, scale, sink, with_lse)
+        first = next(iter(tile_order(len(sink.o), sink.o[0].shape[2], sink.o[0].shape[1], cpu.TILE_ROWS)))
+        rows = slice(first.row, first.row + first.rows)
+        sink.o[first.chunk][:, rows, first.head] = keep[first.chunk][0][:, rows, first.head]
+
+
+def skipped_tile(rank, size, debug):
+    os.environ["FA_A2A_DEBUG"] = debug
+    real = cpu.make
+    cpu.make = lambda *_: Forgetful()
+    try:
+        fa_a2a.close()
+        from fa_a2a.ops import kernels
+
+        kernels.load.cache_clear()
+        first = call(rank, size, seed=1).clone()
+        second = call(rank, size, seed=2).clone()
+    finally:
+        cpu.make = real
+        kernels.load.cache_clear()
+        del os.environ["FA_A2A_DEBUG"]
+    fa_a2a.close()
+    return [int(out.isnan().any(-1).sum()) for out in (first, second)], works(rank, size)
+
+
+def test_debug_mode_shows_a_skipped_tile_as_nan(ranks):
+    assert ranks(2).run(skipped_tile, debug="1") == [([8, 8], True)] * 2
+    assert ranks(2).run(skipped_tile, debug="0") == [([0, 0], True)] * 2
+
+
+def damaged_guard(rank, size):
+    """Rank 0 stores one byte past rank 1's O; rank 1 finds it at the end of its call."""
+    os.environ["FA_A2A_DEBUG"] = "1"
+    try:
+        assert works(rank, size)
+        workspace = resolve(None).workspace
+        end = workspace.map.offset("o") + workspace.map.capacity("o")
+        if rank == 0:
+            workspace.block.peers[1][end] = 7
+        outcome = attempt(call, rank, size)
+        torch.distributed.barrier()
+        fa_a2a.close()
+        return outcome, end, works(rank, size)
+    finally:
+        del os.environ["FA_A2A_DEBUG"]
+
+
+def test_debug_mode_finds_a_store_past_a_buffer(ranks):
+    (fine, _, well), (damaged, end, well_too) = ranks(2).run(damaged_guard)
+    assert fine.error == ""
+    assert damaged.error == "WorkspaceError"
+    assert f"guard regions at bytes [{end}] were overwritten" in damaged.text
+    assert well
+    assert well_too
+
+
+class Failing(type(cpu.make(torch.device("cpu"), torch.float32, 8, True))):
+    def fused(self, q, k, v, scale, sink, with_lse):
+        raise RuntimeError("no such instruction")
+
+
+def kernel_failure(rank, size):
+    """The kernel raises on rank 1 alone, in the middle of a call."""
+    from fa_a2a.ops import kernels
+
+    fa_a2a.close()
+    real = cpu.make
+    kernels.load.cache_clear()
+    if rank == 1:
+        cpu.make = lambda *_: Failing()
+    try:
+        try:
+            call(rank, size)
+            own = ""
+        except (RuntimeError, fa_a2a.errors.FaA2AError) as error:
+            own = f"{type(error).__name__}: {error}"
+        refused = attempt(call, rank, size)
+    finally:
+        cpu.make = real
+        kernels.load.cache_clear()
+    torch.distributed.barrier()
+    fa_a2a.close()
+    return own, refused, works(rank, size)
+
+
+def test_kernel_failure_poisons_and_close_recovers(ranks):
+    (peer, refused, well), (own, refused_too, well_too) = ranks(2).run(kernel_failure)
+    assert own == "RuntimeError: no such instruction"
+    assert peer.startswith("PeerTimeoutError: rank 1 did not finish the exchange after attention")
+    assert refused.error == refused_too.error == "WorkspaceError"
+    assert well
+    assert well_too

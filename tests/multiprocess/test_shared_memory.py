@@ -1,0 +1,139 @@
+"""What the workspace holds: growth, files in shared memory, what stays after close."""
+
+import os
+import resource
+import stat
+import time
+from pathlib import Path
+
+import torch
+from workers import attempt, forget, inputs, works
+
+import fa_a2a
+from fa_a2a import UlyssesAttention
+from fa_a2a.comm import pointer
+from fa_a2a.comm.group import resolve
+from fa_a2a.comm.shared_memory import SharedMemory
+from fa_a2a.layout import ExchangeShape, WorkspaceMap
+
+
+def segments():
+    return sorted(Path("/dev/shm").glob("fa_a2a-*")) if os.path.isdir("/dev/shm") else []
+
+
+def many_lengths(rank, size):
+    fa_a2a.close()
+    layer = UlyssesAttention(kernel="cpu", exchange="fused")
+    held, largest = [], 0
+    for i in range(64):
+        rows = 1 + (i * 29) % 64  # every length from 1 to 64, up and down
+        layer(*inputs(rank, size, rows=rows, heads=size, dim=8))
+        largest = max(largest, rows)
+        held.append((largest, sum(fa_a2a.memory_bytes().values())))
+    maps = sum("fa_a2a-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return held, maps, len(resolve(None).plans)
+
+
+def test_case_09_many_lengths_bound_the_workspace_by_the_largest(ranks):
+    for held, maps, plans in ranks(2).run(many_lengths):
+        for largest, nbytes in held:
+            need = WorkspaceMap().grown(ExchangeShape(1, largest * 2, 2, 8, 2, 4)).total_bytes
+            assert need <= nbytes <= need + 1024
+        assert plans == 64
+        assert maps == 4  # two blocks of two ranks: outgrown ones are unmapped
+
+
+def held_by_the_process():
+    maps = sum("fa_a2a-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/fd")), maps, len(pointer._alive)
+
+
+def cycles(rank, size):
+    store = torch.distributed.distributed_c10d._get_default_store()
+    found = []
+    for cycle in range(24):
+        works(rank, size)
+        for rows in (3, 9):
+            UlyssesAttention(kernel="cpu", exchange="fused")(*inputs(rank, size, rows=rows + cycle))
+        fa_a2a.close()
+        torch.distributed.barrier()
+        found.append((*held_by_the_process(), store.num_keys()))
+        torch.distributed.barrier()
+    return found[3], found[-1]
+
+
+def test_closing_and_opening_again_holds_on_to_nothing(ranks):
+    for early, late in ranks(2).run(cycles):
+        assert early[:3] == late[:3]
+        assert early[1] == 0
+        assert late[3] <= early[3] + 2
+
+
+def segment_modes(rank, size):
+    """Modes of the files that exist while this rank waits for the others to map its block."""
+    fa_a2a.close()
+    group = resolve(None)
+    memory = SharedMemory(group, 10.0)
+    modes = []
+    if rank == 0:  # late: the others' files stay until it has opened them
+        end = time.monotonic() + 5
+        while len(segments()) < size - 1 and time.monotonic() < end:
+            time.sleep(0.005)
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in segments()]
+    block = memory.allocate(4096, 10.0)
+    left = segments() if rank == 0 else []
+    group.barrier("looked", 10.0)
+    return modes, left, block.nbytes, [int(p.sum()) for p in block.peers]
+
+
+def test_segments_are_private_zeroed_and_have_no_name_once_mapped(ranks):
+    results = ranks(3).run(segment_modes)
+    assert results[0][0] == [0o600, 0o600]
+    ranks(3).run(forget)
+    for _, _, nbytes, sums in results:
+        assert nbytes == 4096
+        assert sums == [0, 0, 0]
+    assert segments() == []
+
+
+def names_during_use(rank, size):
+    found = []
+    for rows in (3, 40, 90):
+        UlyssesAttention(kernel="cpu", exchange="fused")(*inputs(rank, size, rows=rows))
+        resolve(None).barrier("look", 10.0)
+        found += segments()
+        resolve(None).barrier("looked", 10.0)
+    return [str(path) for path in found]
+
+
+def test_no_name_stays_in_shared_memory_during_use_and_after(ranks):
+    assert ranks(2).run(names_during_use) == [[], []]
+    assert segments() == []
+
+
+def no_room(rank, size):
+    """Rank 1 may not make files beyond 64 KiB for a while: the workspace cannot grow, and small calls go on."""
+    fa_a2a.close()
+    assert works(rank, size)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16 if rank == 1 else soft, hard))
+    try:
+        layer = UlyssesAttention(kernel="cpu", exchange="fused")
+        outcomes = [attempt(layer, *inputs(rank, size, rows=400)) for _ in range(2)]
+        small = works(rank, size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return outcomes, small, attempt(layer, *inputs(rank, size, rows=400)).error, works(rank, size)
+
+
+def test_no_room_to_grow_is_one_error_and_the_calls_that_fit_go_on(ranks):
+    for outcomes, small, later, well in ranks(2).run(no_room):
+        for outcome in outcomes:
+            assert outcome.error == "WorkspaceError"
+            assert "rank 1: [Errno 27]" in outcome.text
+            assert "--shm-size" in outcome.text
+            assert outcome.seconds < 5
+        assert small
+        assert later == ""
+        assert well
+    assert segments() == []
