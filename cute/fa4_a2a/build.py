@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .forward import FORWARD_TILES, load_forward
 from .litmus import VARIANTS, load_litmus
+from .scatter import load_scatter
 from .signal import load_signal
 
 NUM_SMS = {"sm_90a": 132, "sm_100a": 148}  # H100/H200 SXM, B200
@@ -36,6 +37,7 @@ def build_all(
     for head_dim in head_dims:
         tile = FORWARD_TILES[arch, head_dim][0]
         for dtype in dtypes:
+            jobs.append((f"scatter {arch} D={head_dim} {dtype}", lambda d=head_dim, t=dtype: load_scatter(d, t, arch)))
             for lse in with_lse:
                 name = f"forward {arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
                 jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_forward(d, t, arch, sms, with_lse=x)))

@@ -245,15 +245,24 @@ class Nvshmem(SymmetricMemory):
     ) -> None:
         flags = _ADVANCE * advance | _PUBLISH * publish | _WAIT * wait
         self._signal(
-            self._tables[block.handle],  # type: ignore[index]
+            self.signal_table(block),
             self.group.rank,
             self.group.size,
             int(word),
             flags,
             fingerprint,
             int(timeout_s * 1e9),
-            self._record.data_ptr(),
+            self.record_address,
         )
+
+    def signal_table(self, block: SymmetricBlock) -> torch.Tensor:
+        """Where each rank's part of the block is mapped here, int64 on the device: for kernels that publish."""
+        return self._tables[block.handle]  # type: ignore[index]
+
+    @property
+    def record_address(self) -> int:
+        """Where a kernel writes why its wait failed."""
+        return self._record.data_ptr()
 
     def fault(self) -> Fault | None:
         if not self._fields[0]:

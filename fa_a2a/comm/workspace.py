@@ -10,7 +10,8 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -51,6 +52,7 @@ class Workspace:
         self.block: SymmetricBlock | None = None
         self.retired: list[SymmetricBlock] = []  # outgrown, but CUDA graphs hold their addresses
         self.prepared: dict[tuple[Any, int], Any] = {}  # see `prepare`; ends with the block
+        self._kept: list[Any] = []  # prepared things whose device tables CUDA graphs hold
         self.map = WorkspaceMap()
         self.turn = "scatter"
         self.call = object()  # stands for the call whose q, k, v are here
@@ -85,7 +87,7 @@ class Workspace:
                 )
             torch.cuda.synchronize(self.memory.device)
         new_map = self.map.grown(shape)
-        self.prepared.clear()
+        self._forget_prepared(len(self.prepared))
         if self.block is not None:
             # behind this exchange nobody stores into the old block any more, but for replays of graphs
             if any(self.group.exchange("growth", self._captured, timeout_s)):
@@ -145,12 +147,18 @@ class Workspace:
         """make(plan, self), made once for each plan: what does not change from call to call, such as views."""
         key = (make, plan.fingerprint)
         if key not in self.prepared:
-            while len(self.prepared) >= _MAX_PREPARED:
-                self.prepared.pop(next(iter(self.prepared)))
+            self._forget_prepared(len(self.prepared) - _MAX_PREPARED + 1)
             with torch.inference_mode(False):
                 self.prepared[key] = make(plan, self)
         found: _Prepared = self.prepared[key]
         return found
+
+    def _forget_prepared(self, count: int) -> None:
+        """Drops the oldest; a graph may have captured any of them, so with one they only leave the table."""
+        for key in list(self.prepared)[: max(0, count)]:
+            found = self.prepared.pop(key)
+            if self._captured:
+                self._kept.append(found)
 
     # -- protocol ----------------------------------------------------------------------------------------------------
 
@@ -210,11 +218,17 @@ class Workspace:
         epoch = words[EPOCH_WORD]
         return [r for r in range(self.group.size) if signed_difference(words[ARRIVED_WORD + r], epoch) > 0]
 
-    def _signal(self, word: Word, timeout_s: float, **steps: object) -> None:
+    def _signal(self, word: Word, timeout_s: float, **steps: Any) -> None:
+        with self.poisoned_by_errors():
+            self.memory.signal(self.signals, word, timeout_s=timeout_s, **steps)
+
+    @contextmanager
+    def poisoned_by_errors(self) -> Iterator[None]:
+        """Whatever ends a step of a call half-way, Ctrl-C too, leaves the ranks apart: no further call is taken."""
         try:
-            self.memory.signal(self.signals, word, timeout_s=timeout_s, **steps)  # type: ignore[arg-type]
-        except BaseException as error:  # an interrupted wait, too, leaves the ranks apart
-            self.group.poisoned = str(error) or type(error).__name__
+            yield
+        except BaseException as error:
+            self.group.poisoned = self.group.poisoned or str(error) or type(error).__name__
             raise
 
     def poison_output(self) -> None:
@@ -239,6 +253,7 @@ class Workspace:
             torch.cuda.synchronize(self.memory.device)
         self.group.leave(timeout_s)
         self.prepared.clear()
+        self._kept.clear()
         for block in (*self.retired, *([self.block] if self.block is not None else []), self.signals):
             self.memory.free(block, timeout_s)
         self.block, self.retired = None, []

@@ -11,7 +11,7 @@ from einops import rearrange
 
 from ..comm.pointer import tensor_at
 from ..layout import Run
-from .kernels import Sink
+from .kernels import Sink, loadable
 
 
 class _FA4:
@@ -46,7 +46,7 @@ class _FA4:
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = (_loadable(t) for t in (q, k, v))
+        q, k, v = (loadable(t) for t in (q, k, v))
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         batch, seq, heads, _ = q.shape
         lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device) if with_lse else None
@@ -96,12 +96,6 @@ def _across(views: tuple[torch.Tensor, ...], run: Run, b: int) -> torch.Tensor:
     step = views[run.start + 1].data_ptr() - views[run.start].data_ptr() if run.length > 1 else 0
     strides = (step // first.itemsize, *first.stride())
     return tensor_at(first.data_ptr(), (run.length, *first.shape), strides, first.dtype, first.device)
-
-
-def _loadable(t: torch.Tensor) -> torch.Tensor:
-    """TMA loads rows of contiguous elements at 16-byte steps; anything else is copied once."""
-    steps_ok = all(stride * t.itemsize % 16 == 0 for stride in t.stride()[:-1])
-    return t if t.stride(-1) == 1 and steps_ok and t.data_ptr() % 16 == 0 else t.contiguous()
 
 
 def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> _FA4:

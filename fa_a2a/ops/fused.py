@@ -62,15 +62,11 @@ def attend(
     workspace.take_turn("attention")
     workspace.order_streams()
     prepared, request = workspace.prepare(Prepared, plan), plan.request
-    try:
-        with step("attention", q.device):
-            if q is prepared.qkv[0]:
-                prepared.attend()
-            else:
-                plan.adapter.fused(q, k, v, request.scale, prepared.sink, request.with_lse)
-    except BaseException as error:
-        workspace.group.poisoned = f"attention failed: {error or type(error).__name__}"
-        raise
+    with step("attention", q.device), workspace.poisoned_by_errors():
+        if q is prepared.qkv[0]:
+            prepared.attend()
+        else:
+            plan.adapter.fused(q, k, v, request.scale, prepared.sink, request.with_lse)
     with step("finish", q.device):
         workspace.finish(timeout_s)
     workspace.check_guards()

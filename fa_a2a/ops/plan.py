@@ -259,6 +259,10 @@ def _prepare(
     adapter = None
     try:
         adapter = kernels.load(kernel, device, request.torch_dtype, request.head_dim, request.with_lse)
+        if exchange == "fused" and device.type == "cuda" and not request.head_sharded:
+            from . import scatter
+
+            scatter.load(device, request.dtype, request.head_dim)
     except Exception as error:  # told to the others below, then raised
         failure = error
     if group.size > 1:

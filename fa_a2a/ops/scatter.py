@@ -1,33 +1,30 @@
-"""The exchange before attention on the fused path: stores into the peers' Q, K and V instead of collectives."""
+"""The exchange before attention on the fused path: stores into the peers' Q, K and V instead of collectives.
+
+On GPUs one kernel stores every slice, publishes and waits; between CPU processes torch copies do the same in steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
 from ..comm.workspace import Workspace
 from . import fused
-from .kernels import Qkv
+from .kernels import Qkv, loadable
 from .plan import Plan
 from .trace import step
 
+Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+
 
 class Prepared:
-    """Where this rank's head slices go: (index of q, k or v, heads, rows in the peer's buffer)."""
+    """What does not change from call to call of one plan on one workspace: where the slices go, and who takes them."""
 
     def __init__(self, plan: Plan, workspace: Workspace) -> None:
-        self.stores = [(index, *slice_) for index in range(3) for slice_ in _slices(workspace, "qkv"[index], plan)]
-
-
-def _slices(workspace: Workspace, name: str, plan: Plan) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(heads of the sender, where they go) for each peer."""
-    shape = plan.shape
-    for peer in workspace.owners:
-        at = workspace.my_chunk_at[peer] if name == "q" else workspace.group.rank
-        rows = slice(at * shape.local_seq, (at + 1) * shape.local_seq)
-        heads = slice(peer * shape.local_heads, (peer + 1) * shape.local_heads)
-        yield heads, workspace.head_sharded(name, peer, shape, plan.request.torch_dtype)[:, rows]
+        by = _by_kernel if workspace.memory.device.type == "cuda" else _by_copies
+        self.store = by(plan, workspace)
 
 
 def scatter(
@@ -41,30 +38,63 @@ def scatter(
     workspace.take_turn("scatter")
     workspace.order_streams()
     prepared = workspace.prepare(Prepared, plan)
-    with step("scatter_heads", q.device):
-        tensors = (q, k, v)
-        for index, heads, there in prepared.stores:
-            _store(there, tensors[index][:, :, heads])
+    with step("scatter_heads", q.device), workspace.poisoned_by_errors():
         workspace.poison_output()
-        workspace.announce(plan.fingerprint, timeout_s)
+        prepared.store(q, k, v, timeout_s)
     return workspace.prepare(fused.Prepared, plan).qkv
 
 
-def _store(there: torch.Tensor, x: torch.Tensor) -> None:
-    """Copies x into a peer's buffer, 16 bytes a step where both sides allow it: a copy of 2-byte elements would send
-    eight times as many stores over the links."""
-    wide, narrow = torch.complex128, x.dtype
-    ratio = wide.itemsize // narrow.itemsize
-    if all(_wide(t, ratio) for t in (there, x)):
-        there, x = there.view(wide), x.view(wide)
-    there.copy_(x, non_blocking=True)
+@lru_cache(maxsize=32)
+def load(device: torch.device, dtype: str, head_dim: int) -> Callable[..., None]:
+    """The GPU kernel; compiles it, or takes it from the cache, before it returns."""
+    from fa4_a2a.scatter import load_scatter
+
+    kernel: Callable[..., None] = load_scatter(head_dim, dtype, "sm_{}{}a".format(*torch.cuda.get_device_capability(device)))
+    return kernel
 
 
-def _wide(t: torch.Tensor, ratio: int) -> bool:
-    return (
-        t.stride(-1) == 1
-        and t.shape[-1] % ratio == 0
-        and t.storage_offset() % ratio == 0
-        and t.data_ptr() % 16 == 0
-        and all(stride % ratio == 0 for stride in t.stride()[:-1])
+def _by_kernel(plan: Plan, workspace: Workspace) -> Store:
+    from fa4_a2a.scatter import ScatterPlan
+
+    from ..comm.nvshmem import Nvshmem
+
+    shape, memory, ranks = plan.shape, workspace.memory, range(workspace.group.size)
+    assert isinstance(memory, Nvshmem)
+    launch = ScatterPlan(
+        load(memory.device, plan.request.dtype, shape.head_dim),
+        (shape.batch, shape.local_seq, shape.num_heads, shape.head_dim),
+        workspace.group.rank,
+        [[workspace.address(name, rank) for rank in ranks] for name in "qkv"],
+        workspace.my_chunk_at,
+        memory.signal_table(workspace.signals),
+        memory.record_address,
+        torch.cuda.get_device_properties(memory.device).multi_processor_count,
     )
+
+    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
+        deadline_ns = int(timeout_s * 1e9)
+        launch(loadable(q), loadable(k), loadable(v), fingerprint=plan.fingerprint, deadline_ns=deadline_ns)
+
+    return store
+
+
+def _by_copies(plan: Plan, workspace: Workspace) -> Store:
+    shape, rank = plan.shape, workspace.group.rank
+
+    def there(name: str, peer: int) -> torch.Tensor:
+        at = workspace.my_chunk_at[peer] if name == "q" else rank
+        rows = slice(at * shape.local_seq, (at + 1) * shape.local_seq)
+        return workspace.head_sharded(name, peer, shape, plan.request.torch_dtype)[:, rows]
+
+    def heads(peer: int) -> slice:
+        return slice(peer * shape.local_heads, (peer + 1) * shape.local_heads)
+
+    slices = [(i, heads(peer), there(name, peer)) for i, name in enumerate("qkv") for peer in workspace.owners]
+
+    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
+        tensors = (q, k, v)
+        for index, mine, destination in slices:
+            destination.copy_(tensors[index][:, :, mine])
+        workspace.announce(plan.fingerprint, timeout_s)
+
+    return store

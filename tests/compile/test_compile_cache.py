@@ -176,7 +176,11 @@ def test_build_all_reports_each_kernel(cache_folder):
 
     seen = []
     built = build_all("sm_90a", head_dims=(64,), dtypes=("bfloat16",), with_lse=(False,), report=seen.append)
-    assert [b.name for b in built] == ["signal sm_90a", "forward sm_90a D=64 bfloat16 tile 192x128"]
+    assert [b.name for b in built] == [
+        "signal sm_90a",
+        "scatter sm_90a D=64 bfloat16",
+        "forward sm_90a D=64 bfloat16 tile 192x128",
+    ]
     assert built == seen
     with pytest.raises(ValueError, match="sm_100a"):
         build_all("sm_80")

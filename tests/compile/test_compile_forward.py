@@ -39,7 +39,7 @@ def test_forward_is_the_upstream_kernel(sass, tmp_path):
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
     from flash_attn.cute.utils import AuxData
 
-    load("sm_90a", 128, "bfloat16", None, True)
+    load("sm_90a", 128, "bfloat16", (128, 176), True)
     bshd = lambda: make_fake_tensor(
         BFloat16, (*(cute.sym_int32() for _ in range(3)), D), (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1),
         assumed_align=16,

@@ -1,0 +1,257 @@
+"""What the exchange costs inside the persistent attention kernel: by build, order of tiles, pace, and way of release.
+
+For each shape the stock kernel and each configuration of the persistent one, us per call, interleaved round by round:
+  local         every store local
+  sender        storing into the peers; waiting only after the last call of a round
+  ready_small   a signal kernel behind each call publishes and waits
+  ready_inside  the kernel's last CTA publishes and waits
+cost_x = x - local of the same configuration, paired, with the half width of its 95 % interval. over_fa_us = local minus
+the stock kernel on plain tensors. Every configuration's output is compared bitwise with the stock kernel's first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ..comm.group import resolve
+from ..comm.workspace import Workspace
+from ..errors import ConfigurationError, FaA2AError
+from ..layout import Word
+from ..ops import fused, serial
+from ..ops.fa4 import _chunks, _outputs
+from ..ops.functional import HeadShards
+from ..ops.kernels import Qkv, Sink
+from ..ops.plan import Plan
+from . import record, stalls, sweep
+from .timing import Method, interleaved, paired
+
+STOCK = "stock"
+ORDERS = ("first", "last", "by_head")  # of the own chunk's tiles; fa4_a2a.persistent.Order
+_ADVANCE_PUBLISH_WAIT = 7  # flags of the signal kernel: each call of a measurement is an epoch of its own
+_DEADLINE_NS = 30 * 10**9
+Calls = dict[str, Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of the persistent kernel. variant: see `build_of`."""
+
+    variant: str
+    order: str
+    pace_ns: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant} {self.order} {self.pace_ns}"
+
+
+def build_of(variant: str) -> Any:
+    """fa4_a2a.persistent.Build from words with / between: its store, barriers and pace by their names, rows8 to rows64
+    for slice_rows, 232:40 for registers. "warp" is the default build."""
+    from fa4_a2a.persistent import BARRIERS, PACES, STORES, Build
+
+    fields: dict[str, Any] = {}
+    for word in variant.split("/"):
+        numbers = word.removeprefix("rows").split(":")
+        if word in STORES + BARRIERS + PACES:
+            field = next(f for f, names in (("store", STORES), ("barriers", BARRIERS), ("pace", PACES)) if word in names)
+            fields[field] = word
+        elif word.startswith("rows") and numbers[0].isdigit():
+            fields["slice_rows"] = int(numbers[0])
+        elif len(numbers) == 2 and all(n.isdigit() for n in numbers):
+            fields["registers"] = (int(numbers[0]), int(numbers[1]))
+        else:
+            known = ", ".join(STORES + BARRIERS + PACES)
+            raise ConfigurationError(f"a variant is made of {known}, rowsN and A:B with / between, got {variant!r}")
+    return Build(**fields)
+
+
+def configs(variants: list[str], orders: list[str], paces: list[int]) -> list[Config]:
+    """Every combination. Raises ConfigurationError for words that there are not."""
+    for variant in variants:
+        build_of(variant)
+    if wrong := [order for order in orders if order not in ORDERS]:
+        raise ConfigurationError(f"an order is one of {', '.join(ORDERS)}, got {wrong[0]!r}")
+    return [Config(v, order, pace) for v in variants for order in orders for pace in paces]
+
+
+def body(device: torch.device, cases: list[sweep.Case], chosen: list[Config], stamps: bool, out: Path) -> None:
+    """What each rank runs. Rank 0 shows the progress and writes the lines."""
+    main = dist.get_rank() == 0
+    steps = sum(case.rounds + 1 for case in cases)
+    with tqdm(total=steps, disable=not main, leave=False, unit="round", file=sys.stderr) as bar:
+        for case in cases:
+            bar.set_description(f"S={case.seq_len} H={case.num_heads}", refresh=False)
+            lines = measure(case, chosen, stamps, device, bar.update)
+            if main:
+                record.append(out, lines)
+                bar.write(f"\nS {case.seq_len}, H {case.num_heads}, us (cost over local stores, 95 %):", file=sys.stdout)
+                for line in lines:
+                    bar.write(_row(line), file=sys.stdout)
+                sys.stdout.flush()
+
+
+def measure(
+    case: sweep.Case, chosen: list[Config], stamps: bool, device: torch.device, tick: Callable[[], object]
+) -> list[dict[str, Any]]:
+    """One line for the stock kernel and one for each configuration."""
+    group = resolve(None)
+    q, k, v = serial.scatter(*sweep.inputs(case, group, device), group)
+    shards = HeadShards.from_tensors(q, k, v, kernel="fa4", exchange="fused")
+    plan, workspace = shards._plan, group.workspace
+    assert workspace is not None
+    barrier = partial(
+        workspace.memory.signal, workspace.signals, Word.READY, advance=True, publish=True, wait=True, timeout_s=30.0
+    )
+    bench = _Bench(plan, workspace, (shards._q, shards._k, shards._v), device, barrier)
+    calls = {STOCK: bench.stock()} | {config.name: bench.persistent(config) for config in chosen}
+    bench.check({name: made["sender"] for name, made in calls.items()})
+    methods = {"fa_only": Method(lambda: plan.adapter.local(q, k, v, plan.request.scale, 1, False))}
+    for name, made in calls.items():
+        methods |= {f"{name}: {what}": Method(call, barrier) for what, call in made.items()}
+    count = sweep._calls(calls[STOCK]["local"], device)
+    times = interleaved(methods, rounds=case.rounds, calls=count, device=device, align=barrier, tick=tick)
+    shape = {name: value for name, value in asdict(case).items() if name not in ("kernel", "profile")}
+    common = {**record.environment("pace", device, group.size), **shape, "kernel": "fa4", "calls_per_round": count}
+    lines = [_line(common, Config(STOCK, "first", 0), STOCK, times)]
+    for config in chosen:
+        line = _line(common, config, config.name, times)
+        if stamps:
+            line |= bench.stalls(config)
+        lines.append(line)
+    return lines
+
+
+class _Bench:
+    """The calls of one shape, over the workspace's views and over the same views of local memory."""
+
+    def __init__(
+        self, plan: Plan, workspace: Workspace, qkv: Qkv, device: torch.device, barrier: Callable[[], object]
+    ) -> None:
+        self.plan, self.workspace, self.qkv, self.device, self.barrier = plan, workspace, qkv, device, barrier
+        dtype = plan.request.torch_dtype
+        self.peers = fused.peer_sink(workspace, plan.shape, dtype)
+        self.here = fused.local_sink(plan.shape, dtype, device)
+        self.out = workspace.output(workspace.group.rank, plan.shape, dtype)
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def stock(self) -> Calls:
+        sender = fused.launcher(self.plan, self.qkv, self.peers)
+        local = fused.launcher(self.plan, self.qkv, self.here)
+        return {"local": local, "sender": sender, "ready_small": self.followed(sender)}
+
+    def persistent(self, config: Config) -> Calls:
+        build = build_of(config.variant)
+        kernel = self.load(build)
+        sender = self.launcher(kernel, config, self.peers)
+        calls = {"local": self.launcher(kernel, config, self.here), "sender": sender}
+        calls["ready_small"] = self.followed(sender)
+        if build.store != "consumer":
+            publishing = self.load(build._replace(release=True))
+            calls["ready_inside"] = self.launcher(publishing, config, self.peers, publish=True)
+        return calls
+
+    def followed(self, call: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            call()
+            self.barrier()
+
+        return both
+
+    def load(self, build: Any) -> Any:
+        from fa4_a2a.persistent import load_persistent
+
+        properties = torch.cuda.get_device_properties(self.device)
+        arch, dtype = f"sm_{properties.major}{properties.minor}a", self.plan.request.dtype
+        sms = properties.multi_processor_count
+        return load_persistent(self.plan.shape.head_dim, dtype, arch, sms, build=build)
+
+    def launcher(
+        self, kernel: Any, config: Config, sink: Sink, publish: bool = False, stamps: torch.Tensor | None = None
+    ) -> Callable[[], None]:
+        places = [(b, run) for b in range(self.qkv[0].shape[0]) for run in sink.runs]
+        launches = []
+        for b, run in places:
+            tensors = (*_chunks(*self.qkv, b, run, len(sink.o)), *_outputs(sink, run, b, False))
+            flags = _ADVANCE_PUBLISH_WAIT if (b, run) == places[-1] else 0
+            publication = self.publication(flags) if publish else ()
+            arguments = (*tensors, self.plan.request.scale, config.pace_ns, *publication)
+            launches.append(partial(kernel, *arguments, order=ORDERS.index(config.order), stamps=stamps))
+
+        def call() -> None:
+            for launch in launches:
+                launch()
+
+        return call
+
+    def publication(self, flags: int) -> tuple[Any, ...]:
+        memory: Any = self.workspace.memory
+        blocks, group = memory._tables[self.workspace.signals.handle], self.workspace.group
+        return blocks, group.rank, group.size, flags, _DEADLINE_NS, memory._record.data_ptr(), self.counter
+
+    def check(self, senders: Calls) -> None:
+        """FaA2AError on every rank if a configuration's output differs from the stock kernel's, outputs poisoned."""
+        want = None
+        for name, call in senders.items():
+            self.out.fill_(float("nan"))
+            self.barrier()
+            call()
+            self.barrier()
+            got = self.out.clone()
+            want = got if want is None else want
+            bad = torch.tensor([int(not torch.equal(got, want) or bool(got.isnan().any()))], device=self.device)
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+            if bad.item():
+                raise FaA2AError(f"{name}: output differs from the stock kernel's; a bug, no time is reported")
+
+    def stalls(self, config: Config) -> dict[str, Any]:
+        """How long the epilogue waited for the staging, by the tile's number in its CTA; local and remote."""
+        kernel = self.load(build_of(config.variant)._replace(stamps=True))
+        shape, found = self.plan.shape, {}
+        words = kernel.stamp_words(shape.num_ranks, shape.local_seq, shape.local_heads)
+        if shape.batch > 1 or len(self.peers.runs) > 1:
+            return {}
+        for where, sink in (("local", self.here), ("remote", self.peers)):
+            stamps = torch.zeros(words, dtype=torch.int64, device=self.device)
+            call = self.launcher(kernel, config, sink, stamps=stamps)
+            for _ in range(3):  # the last one's times stay
+                self.barrier()
+                call()
+            self.barrier()
+            found[f"stalls_{where}"] = stalls.summary(stamps.cpu())
+        return found
+
+
+def _line(common: dict[str, Any], config: Config, name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    mine = {key.removeprefix(f"{name}: "): values for key, values in times.items() if key.startswith(f"{name}: ")}
+    over, over_ci = paired(mine["local"], times["fa_only"])
+    line = {**common, **asdict(config), "fa_only_us": round(statistics.median(times["fa_only"]), 2)}
+    line |= {"over_fa_us": round(over, 2), "over_fa_ci_us": round(over_ci, 2)}
+    for what, values in mine.items():
+        line[f"{what}_us"] = round(statistics.median(values), 2)
+        if what != "local":
+            cost, ci = paired(values, mine["local"])
+            line |= {f"cost_{what}_us": round(cost, 2), f"cost_{what}_ci_us": round(ci, 2)}
+    return line | {"bitwise_equal": True, "rounds_us": {what: [round(x, 2) for x in v] for what, v in mine.items()}}
+
+
+def _row(line: dict[str, Any]) -> str:
+    text = f"{line['variant']:22} {line['order']:8} {line['pace_ns']:5}  local {line['local_us']:9.1f}"
+    text += f" (fa {line['over_fa_us']:+6.1f} ±{line['over_fa_ci_us']:.1f})"
+    for what in ("sender", "ready_small", "ready_inside"):
+        if f"{what}_us" in line:
+            text += f"  {what} {line[f'cost_{what}_us']:+6.1f} ±{line[f'cost_{what}_ci_us']:.1f}"
+    for where in ("local", "remote"):
+        if f"stalls_{where}" in line:
+            text += f"\n    stall {where}: " + stalls.text(line[f"stalls_{where}"])
+    return text
