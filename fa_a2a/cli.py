@@ -1,4 +1,4 @@
-"""The command fa-a2a: sweep, calibrate, audit, exchange, plot, compile, litmus, doctor."""
+"""The command fa-a2a: sweep, calibrate, audit, exchange, pace, plot, compile, litmus, doctor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .bench import pace_options
 from .errors import ConfigurationError, FaA2AError
 
 
@@ -18,6 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     _add_audit(commands.add_parser("audit", help="does the exchange hide behind attention? The model's answer"))
     _add_exchange(commands.add_parser("exchange", help="time the exchange before attention: ours, copies, NCCL"))
+    pace_options.add(
+        commands.add_parser("pace", help="time the persistent attention kernel: builds, orders, paces, release")
+    )
     plot = commands.add_parser("plot", help="plot the lines of results files")
     plot.add_argument("results", nargs="+", type=Path, help="JSON-lines files")
     plot.add_argument("--out", type=Path, default=Path("sweep.png"))
@@ -180,6 +184,10 @@ def _exchange(arguments: argparse.Namespace) -> int:
     for count in main.rank_counts(arguments.ranks, "cuda"):
         launch.run(exchange.body, count, "cuda", cases, arguments.out)
     return 0
+
+
+def _pace(arguments: argparse.Namespace) -> int:
+    return pace_options.run(arguments)
 
 
 def _litmus(arguments: argparse.Namespace) -> int:

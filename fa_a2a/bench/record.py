@@ -39,6 +39,7 @@ _ATTENTION = (
 )
 _FILES = {  # what the figures of a kind of line depend on
     "sweep": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py"),
+    "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),

@@ -6,11 +6,11 @@ apart. Peers that do not lie at equal strides take one launch for each run of eq
 
 from __future__ import annotations
 
-import torch
-from einops import rearrange
+from collections.abc import Callable
+from functools import partial
 
-from ..comm.pointer import tensor_at
-from ..layout import Run
+import torch
+
 from .kernels import Sink, loadable
 
 
@@ -61,41 +61,24 @@ class _FA4:
 
     def launches(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool
-    ) -> list[_Launch]:
+    ) -> list[Callable[[], None]]:
         """The launches of one call, one for each batch entry and run of equal strides; each may be repeated."""
+        q, k, v = loadable(q), loadable(k), loadable(v)
+        batch, seq, heads, head_dim = q.shape
+        chunks = q.view(batch, len(sink.o), seq // len(sink.o), heads, head_dim)
         return [
-            _Launch(self._forward, _chunks(q, k, v, b, run, len(sink.o)), *_outputs(sink, run, b, with_lse), scale)
-            for b in range(q.shape[0])
-            for run in sink.runs
+            partial(
+                self._forward,
+                chunks[b, run.start : run.start + run.length],
+                k[b].expand(run.length, -1, -1, -1),
+                v[b].expand(run.length, -1, -1, -1),
+                o[b],
+                lse[b] if with_lse else None,
+                scale,
+            )
+            for run, o, lse in sink.by_run
+            for b in range(batch)
         ]
-
-
-class _Launch:
-    def __init__(self, forward, qkv, o, lse, scale) -> None:  # type: ignore[no-untyped-def]
-        self._call = (forward, (*qkv, o, lse, scale))
-
-    def __call__(self) -> None:
-        forward, arguments = self._call
-        forward(*arguments)
-
-
-def _chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: int, run: Run, chunks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = rearrange(q[b], "(c s) h d -> c s h d", c=chunks)[run.start : run.start + run.length]
-    return rows, k[b].expand(run.length, *k.shape[1:]), v[b].expand(run.length, *v.shape[1:])
-
-
-def _outputs(sink: Sink, run: Run, b: int, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _across(sink.o, run, b), _across(sink.lse, run, b) if with_lse else None
-
-
-def _across(views: tuple[torch.Tensor, ...], run: Run, b: int) -> torch.Tensor:
-    """One tensor over the chunks of a run: the views' layout, and the peers' distance as batch stride."""
-    first = views[run.start][b]
-    step = views[run.start + 1].data_ptr() - views[run.start].data_ptr() if run.length > 1 else 0
-    strides = (step // first.itemsize, *first.stride())
-    return tensor_at(first.data_ptr(), (run.length, *first.shape), strides, first.dtype, first.device)
 
 
 def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> _FA4:

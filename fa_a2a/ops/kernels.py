@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
 
+from ..comm.pointer import tensor_at
 from ..errors import ConfigurationError
 from ..layout import Run, equal_stride_runs
 
@@ -26,9 +27,21 @@ class Sink:
     o: tuple[torch.Tensor, ...]
     lse: tuple[torch.Tensor, ...]
 
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        return equal_stride_runs([t.data_ptr() for t in self.o])
+    @cached_property
+    def by_run(self) -> tuple[tuple[Run, torch.Tensor, torch.Tensor], ...]:
+        """Chunks that lie at equal strides, as one tensor each: (run, O (B, chunks, rows, h, D), LSE (B, chunks, h,
+        rows)). What a kernel that takes strides stores to in one launch."""
+        runs = equal_stride_runs([t.data_ptr() for t in self.o])
+        return tuple((run, _across(self.o, run), _across(self.lse, run)) for run in runs)
+
+
+def _across(views: tuple[torch.Tensor, ...], run: Run) -> torch.Tensor:
+    """The views of a run, which share one layout, as one tensor with the distance between two of them as stride."""
+    first = views[run.start]
+    step = views[run.start + 1].data_ptr() - first.data_ptr() if run.length > 1 else 0
+    shape = (first.shape[0], run.length, *first.shape[1:])
+    strides = (first.stride(0), step // first.itemsize, *first.stride()[1:])
+    return tensor_at(first.data_ptr(), shape, strides, first.dtype, first.device)
 
 
 class AttentionKernel(Protocol):

@@ -49,7 +49,9 @@ def load(device: torch.device, dtype: str, head_dim: int) -> Callable[..., None]
     """The GPU kernel; compiles it, or takes it from the cache, before it returns."""
     from fa4_a2a.scatter import load_scatter
 
-    kernel: Callable[..., None] = load_scatter(head_dim, dtype, "sm_{}{}a".format(*torch.cuda.get_device_capability(device)))
+    kernel: Callable[..., None] = load_scatter(
+        head_dim, dtype, "sm_{}{}a".format(*torch.cuda.get_device_capability(device))
+    )
     return kernel
 
 

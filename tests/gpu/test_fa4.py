@@ -46,7 +46,7 @@ def test_chunks_by_stride_equal_plain_attention_bitwise(device, fa4, ranks, rows
     sink = local_sink(shape, torch.bfloat16, device)
     for o in sink.o:
         o.fill_(float("nan"))
-    assert len(sink.runs) == 1
+    assert len(sink.by_run) == 1
     kernel.fused(q, k, v, dim**-0.5, sink, False)
     want, _ = kernel.local(q, k, v, dim**-0.5, ranks, False)
     assert torch.equal(torch.cat(sink.o, dim=1), want)

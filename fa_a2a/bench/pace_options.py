@@ -1,0 +1,98 @@
+"""The options of `fa-a2a pace`, and the configurations they stand for. Imports no torch before a measurement runs."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigurationError
+
+ORDERS = ("first", "last", "by_head")  # of the own chunk's tiles; fa4_a2a.persistent.Order
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1 with commas between, got {text!r}")
+    return numbers
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=_counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument("--seq-lens", type=_counts, default=[4608, 8192, 16384], help="of the whole sequence")
+    parser.add_argument("--heads", type=_counts, default=[24])
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--variants", nargs="+", default=["warp"], help="builds, such as warp/tile, step/232:40, consumer"
+    )
+    parser.add_argument("--orders", nargs="+", default=["first", "last"], help="own chunk: first, last, by_head")
+    parser.add_argument("--paces", nargs="+", type=int, default=[0, 1500, 3000], help="ns between slices")
+    parser.add_argument("--stamps", action="store_true", help="also record how long each tile waits for its staging")
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds")
+    parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/pace.jsonl"), help="JSON lines go here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from . import launch, main, pace
+
+    if not torch.cuda.is_available():
+        raise ConfigurationError("pace measures stores between GPUs, and torch sees none")
+    arguments.kernel, arguments.profile = "fa4", "none"
+    cases, chosen = main.cases(arguments, "cuda"), configs(arguments.variants, arguments.orders, arguments.paces)
+    for count in main.rank_counts(arguments.ranks, "cuda"):
+        launch.run(pace.body, count, "cuda", cases, chosen, arguments.stamps, arguments.out)
+    return 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of the persistent kernel. variant: see `build_of`."""
+
+    variant: str
+    order: str
+    pace_ns: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant} {self.order} {self.pace_ns}"
+
+
+def build_of(variant: str) -> Any:
+    """fa4_a2a.persistent.Build from words with / between: its store, barriers and pace by their names, rows8 to rows64
+    for slice_rows, 232:40 for registers. "warp" is the default build."""
+    from fa4_a2a.persistent import BARRIERS, PACES, STORES, Build
+
+    fields: dict[str, Any] = {}
+    for word in variant.split("/"):
+        numbers = word.removeprefix("rows").split(":")
+        if word in STORES + BARRIERS + PACES:
+            field = next(
+                f for f, names in (("store", STORES), ("barriers", BARRIERS), ("pace", PACES)) if word in names
+            )
+            fields[field] = word
+        elif word.startswith("rows") and numbers[0].isdigit():
+            fields["slice_rows"] = int(numbers[0])
+        elif len(numbers) == 2 and all(n.isdigit() for n in numbers):
+            fields["registers"] = (int(numbers[0]), int(numbers[1]))
+        else:
+            known = ", ".join(STORES + BARRIERS + PACES)
+            raise ConfigurationError(f"a variant is made of {known}, rowsN and A:B with / between, got {variant!r}")
+    return Build(**fields)
+
+
+def configs(variants: list[str], orders: list[str], paces: list[int]) -> list[Config]:
+    """Every combination. Raises ConfigurationError for words that there are not."""
+    for variant in variants:
+        build_of(variant)
+    if wrong := [order for order in orders if order not in ORDERS]:
+        raise ConfigurationError(f"an order is one of {', '.join(ORDERS)}, got {wrong[0]!r}")
+    return [Config(v, order, pace) for v in variants for order in orders for pace in paces]
