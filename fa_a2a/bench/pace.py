@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ..comm.group import resolve
 from ..comm.workspace import Workspace
-from ..errors import ConfigurationError, FaA2AError
+from ..errors import FaA2AError
 from ..layout import Word
 from ..ops import fused, serial
 from ..ops.fa4 import _chunks, _outputs
@@ -33,56 +33,13 @@ from ..ops.functional import HeadShards
 from ..ops.kernels import Qkv, Sink
 from ..ops.plan import Plan
 from . import record, stalls, sweep
+from .pace_options import ORDERS, Config, build_of
 from .timing import Method, interleaved, paired
 
 STOCK = "stock"
-ORDERS = ("first", "last", "by_head")  # of the own chunk's tiles; fa4_a2a.persistent.Order
 _ADVANCE_PUBLISH_WAIT = 7  # flags of the signal kernel: each call of a measurement is an epoch of its own
 _DEADLINE_NS = 30 * 10**9
 Calls = dict[str, Callable[[], None]]
-
-
-@dataclass(frozen=True)
-class Config:
-    """One configuration of the persistent kernel. variant: see `build_of`."""
-
-    variant: str
-    order: str
-    pace_ns: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.variant} {self.order} {self.pace_ns}"
-
-
-def build_of(variant: str) -> Any:
-    """fa4_a2a.persistent.Build from words with / between: its store, barriers and pace by their names, rows8 to rows64
-    for slice_rows, 232:40 for registers. "warp" is the default build."""
-    from fa4_a2a.persistent import BARRIERS, PACES, STORES, Build
-
-    fields: dict[str, Any] = {}
-    for word in variant.split("/"):
-        numbers = word.removeprefix("rows").split(":")
-        if word in STORES + BARRIERS + PACES:
-            field = next(f for f, names in (("store", STORES), ("barriers", BARRIERS), ("pace", PACES)) if word in names)
-            fields[field] = word
-        elif word.startswith("rows") and numbers[0].isdigit():
-            fields["slice_rows"] = int(numbers[0])
-        elif len(numbers) == 2 and all(n.isdigit() for n in numbers):
-            fields["registers"] = (int(numbers[0]), int(numbers[1]))
-        else:
-            known = ", ".join(STORES + BARRIERS + PACES)
-            raise ConfigurationError(f"a variant is made of {known}, rowsN and A:B with / between, got {variant!r}")
-    return Build(**fields)
-
-
-def configs(variants: list[str], orders: list[str], paces: list[int]) -> list[Config]:
-    """Every combination. Raises ConfigurationError for words that there are not."""
-    for variant in variants:
-        build_of(variant)
-    if wrong := [order for order in orders if order not in ORDERS]:
-        raise ConfigurationError(f"an order is one of {', '.join(ORDERS)}, got {wrong[0]!r}")
-    return [Config(v, order, pace) for v in variants for order in orders for pace in paces]
 
 
 def body(device: torch.device, cases: list[sweep.Case], chosen: list[Config], stamps: bool, out: Path) -> None:
@@ -95,7 +52,9 @@ def body(device: torch.device, cases: list[sweep.Case], chosen: list[Config], st
             lines = measure(case, chosen, stamps, device, bar.update)
             if main:
                 record.append(out, lines)
-                bar.write(f"\nS {case.seq_len}, H {case.num_heads}, us (cost over local stores, 95 %):", file=sys.stdout)
+                bar.write(
+                    f"\nS {case.seq_len}, H {case.num_heads}, us (cost over local stores, 95 %):", file=sys.stdout
+                )
                 for line in lines:
                     bar.write(_row(line), file=sys.stdout)
                 sys.stdout.flush()
@@ -116,7 +75,7 @@ def measure(
     bench = _Bench(plan, workspace, (shards._q, shards._k, shards._v), device, barrier)
     calls = {STOCK: bench.stock()} | {config.name: bench.persistent(config) for config in chosen}
     bench.check({name: made["sender"] for name, made in calls.items()})
-    methods = {"fa_only": Method(lambda: plan.adapter.local(q, k, v, plan.request.scale, 1, False))}
+    methods = {"fa_only": Method(lambda: bench.alone(q, k, v))}
     for name, made in calls.items():
         methods |= {f"{name}: {what}": Method(call, barrier) for what, call in made.items()}
     count = sweep._calls(calls[STOCK]["local"], device)
@@ -144,11 +103,20 @@ class _Bench:
         self.here = fused.local_sink(plan.shape, dtype, device)
         self.out = workspace.output(workspace.group.rank, plan.shape, dtype)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        from fa4_a2a.forward import load_forward
+        from fa4_a2a.persistent import persistent_tile
+
+        properties = torch.cuda.get_device_properties(device)
+        arch, sms = f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
+        self.target = (plan.shape.head_dim, plan.request.dtype, arch, sms)
+        self.forward = load_forward(*self.target, tile=persistent_tile(plan.shape.head_dim, arch))  # the stock kernel
 
     def stock(self) -> Calls:
-        sender = fused.launcher(self.plan, self.qkv, self.peers)
-        local = fused.launcher(self.plan, self.qkv, self.here)
+        sender, local = (self.repeated(self.arguments(sink), self.forward) for sink in (self.peers, self.here))
         return {"local": local, "sender": sender, "ready_small": self.followed(sender)}
+
+    def alone(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.forward(q, k, v, torch.empty_like(q), None, self.plan.request.scale)
 
     def persistent(self, config: Config) -> Calls:
         build = build_of(config.variant)
@@ -171,26 +139,27 @@ class _Bench:
     def load(self, build: Any) -> Any:
         from fa4_a2a.persistent import load_persistent
 
-        properties = torch.cuda.get_device_properties(self.device)
-        arch, dtype = f"sm_{properties.major}{properties.minor}a", self.plan.request.dtype
-        sms = properties.multi_processor_count
-        return load_persistent(self.plan.shape.head_dim, dtype, arch, sms, build=build)
+        return load_persistent(*self.target, build=build)
+
+    def arguments(self, sink: Sink) -> list[tuple[Any, ...]]:
+        """(q, k, v, o, lse, scale) of each launch of a call."""
+        places = [(b, run) for b in range(self.qkv[0].shape[0]) for run in sink.runs]
+        scale = self.plan.request.scale
+        return [(*_chunks(*self.qkv, b, r, len(sink.o)), *_outputs(sink, r, b, False), scale) for b, r in places]
 
     def launcher(
         self, kernel: Any, config: Config, sink: Sink, publish: bool = False, stamps: torch.Tensor | None = None
     ) -> Callable[[], None]:
-        places = [(b, run) for b in range(self.qkv[0].shape[0]) for run in sink.runs]
-        launches = []
-        for b, run in places:
-            tensors = (*_chunks(*self.qkv, b, run, len(sink.o)), *_outputs(sink, run, b, False))
-            flags = _ADVANCE_PUBLISH_WAIT if (b, run) == places[-1] else 0
-            publication = self.publication(flags) if publish else ()
-            arguments = (*tensors, self.plan.request.scale, config.pace_ns, *publication)
-            launches.append(partial(kernel, *arguments, order=ORDERS.index(config.order), stamps=stamps))
+        launches = [(*arguments, config.pace_ns) for arguments in self.arguments(sink)]
+        if publish:  # the call's last launch does
+            flags = [0] * (len(launches) - 1) + [_ADVANCE_PUBLISH_WAIT]
+            launches = [(*arguments, *self.publication(f)) for arguments, f in zip(launches, flags, strict=True)]
+        return self.repeated(launches, partial(kernel, order=ORDERS.index(config.order), stamps=stamps))
 
+    def repeated(self, launches: list[tuple[Any, ...]], kernel: Callable[..., None]) -> Callable[[], None]:
         def call() -> None:
-            for launch in launches:
-                launch()
+            for arguments in launches:
+                kernel(*arguments)
 
         return call
 

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from test_layer import draw, shard
+from test_fused_layer import draw, shard
 
 from fa_a2a import UlyssesAttention
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from test_layer import draw, shard
+from test_fused_layer import draw, shard
 
 import fa_a2a
 from fa_a2a import UlyssesAttention
