@@ -4,6 +4,7 @@ cache      compiled kernels of this user, one shared object each; loads without 
 toolchain  compiles for a named architecture, with or without a GPU in the machine
 ptx        the PTX instructions the DSL has no exact word for
 forward    flash-attn-4's attention with every extent and stride left open
+persistent the same as a persistent kernel: staging for O, paced stores, own chunk last, release inside
 scatter    the exchange before attention: stores into the peers' Q, K and V, and publishes
 signal     the completion kernel: publish and await epochs across ranks
 litmus     does a system fence cover bulk stores to a peer?

@@ -28,7 +28,6 @@ from ..comm.workspace import Workspace
 from ..errors import FaA2AError
 from ..layout import Word
 from ..ops import fused, serial
-from ..ops.fa4 import _chunks, _outputs
 from ..ops.functional import HeadShards
 from ..ops.kernels import Qkv, Sink
 from ..ops.plan import Plan
@@ -74,7 +73,9 @@ def measure(
     )
     bench = _Bench(plan, workspace, (shards._q, shards._k, shards._v), device, barrier)
     calls = {STOCK: bench.stock()} | {config.name: bench.persistent(config) for config in chosen}
-    bench.check({name: made["sender"] for name, made in calls.items()})
+    dist.barrier()  # compiling took the ranks apart, and a wait inside a kernel has its deadline
+    for name, made in calls.items():
+        bench.check(name, made)
     methods = {"fa_only": Method(lambda: bench.alone(q, k, v))}
     for name, made in calls.items():
         methods |= {f"{name}: {what}": Method(call, barrier) for what, call in made.items()}
@@ -97,15 +98,16 @@ class _Bench:
     def __init__(
         self, plan: Plan, workspace: Workspace, qkv: Qkv, device: torch.device, barrier: Callable[[], object]
     ) -> None:
+        from fa4_a2a.forward import load_forward
+        from fa4_a2a.persistent import persistent_tile
+
         self.plan, self.workspace, self.qkv, self.device, self.barrier = plan, workspace, qkv, device, barrier
         dtype = plan.request.torch_dtype
         self.peers = fused.peer_sink(workspace, plan.shape, dtype)
         self.here = fused.local_sink(plan.shape, dtype, device)
         self.out = workspace.output(workspace.group.rank, plan.shape, dtype)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
-        from fa4_a2a.forward import load_forward
-        from fa4_a2a.persistent import persistent_tile
-
+        self.want: torch.Tensor | None = None
         properties = torch.cuda.get_device_properties(device)
         arch, sms = f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
         self.target = (plan.shape.head_dim, plan.request.dtype, arch, sms)
@@ -143,9 +145,19 @@ class _Bench:
 
     def arguments(self, sink: Sink) -> list[tuple[Any, ...]]:
         """(q, k, v, o, lse, scale) of each launch of a call."""
-        places = [(b, run) for b in range(self.qkv[0].shape[0]) for run in sink.runs]
-        scale = self.plan.request.scale
-        return [(*_chunks(*self.qkv, b, r, len(sink.o)), *_outputs(sink, r, b, False), scale) for b, r in places]
+        q, k, v = self.qkv
+        chunks = q.view(q.shape[0], len(sink.o), -1, *q.shape[2:])
+        return [
+            (
+                chunks[b, run.start : run.start + run.length],
+                *(t[b].expand(run.length, -1, -1, -1) for t in (k, v)),
+                o[b],
+                None,
+                self.plan.request.scale,
+            )
+            for run, o, _ in sink.by_run
+            for b in range(q.shape[0])
+        ]
 
     def launcher(
         self, kernel: Any, config: Config, sink: Sink, publish: bool = False, stamps: torch.Tensor | None = None
@@ -168,27 +180,29 @@ class _Bench:
         blocks, group = memory._tables[self.workspace.signals.handle], self.workspace.group
         return blocks, group.rank, group.size, flags, _DEADLINE_NS, memory._record.data_ptr(), self.counter
 
-    def check(self, senders: Calls) -> None:
-        """FaA2AError on every rank if a configuration's output differs from the stock kernel's, outputs poisoned."""
-        want = None
-        for name, call in senders.items():
+    def check(self, name: str, calls: Calls) -> None:
+        """FaA2AError on every rank if an output differs from the first one checked; outputs are poisoned before."""
+        for what in ("sender", "ready_inside"):
+            if what not in calls:
+                continue
             self.out.fill_(float("nan"))
             self.barrier()
-            call()
-            self.barrier()
+            calls[what]()
+            if what == "sender":
+                self.barrier()
             got = self.out.clone()
-            want = got if want is None else want
-            bad = torch.tensor([int(not torch.equal(got, want) or bool(got.isnan().any()))], device=self.device)
+            self.want = got if self.want is None else self.want
+            bad = torch.tensor([int(not torch.equal(got, self.want) or bool(got.isnan().any()))], device=self.device)
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
             if bad.item():
-                raise FaA2AError(f"{name}: output differs from the stock kernel's; a bug, no time is reported")
+                raise FaA2AError(f"{name}, {what}: output differs from the stock kernel's; a bug, no time is reported")
 
     def stalls(self, config: Config) -> dict[str, Any]:
         """How long the epilogue waited for the staging, by the tile's number in its CTA; local and remote."""
         kernel = self.load(build_of(config.variant)._replace(stamps=True))
         shape, found = self.plan.shape, {}
         words = kernel.stamp_words(shape.num_ranks, shape.local_seq, shape.local_heads)
-        if shape.batch > 1 or len(self.peers.runs) > 1:
+        if shape.batch > 1 or len(self.peers.by_run) > 1:
             return {}
         for where, sink in (("local", self.here), ("remote", self.peers)):
             stamps = torch.zeros(words, dtype=torch.int64, device=self.device)
