@@ -238,10 +238,16 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from .doctor import report
+    import torch
+
+    from .bench import launch
+    from .doctor import check_ranks, fused_problem, report
 
     for line in report():
-        print(line)
+        print(line, flush=True)
+    several = torch.cuda.is_available() and torch.cuda.device_count() > 1 and not launch.under_torchrun()
+    if several and fused_problem() is None:
+        launch.run(check_ranks, torch.cuda.device_count(), "cuda")
     return 0
 
 

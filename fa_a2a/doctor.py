@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +20,7 @@ def report() -> Iterator[str]:
     yield f"python {platform.python_version()} on {platform.platform()}"
     yield "versions: " + ", ".join(f"{name} {text}" for name, text in _versions(device).items())
     yield from _gpus()
+    yield from _links()
     yield from _kernels(device)
     yield from _path(device)
     yield "symmetric memory: " + _memory()
@@ -42,6 +44,19 @@ def _gpus() -> Iterator[str]:
         )
 
 
+def _links() -> Iterator[str]:
+    """The driver's table of links; NV18 is 18 bonded NVLinks."""
+    try:
+        shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    for line in shown.splitlines():
+        if line.startswith("GPU"):
+            name, *links = line.split("\t")
+            kinds = [x for x in map(str.strip, links) if x.startswith(("NV", "X", "SYS", "NODE", "PHB", "PXB", "PIX"))]
+            yield f"links of {name}: {' '.join(kinds)}"
+
+
 def _kernels(device: torch.device) -> Iterator[str]:
     dtype = torch.bfloat16
     for name in kernels.KERNELS:
@@ -50,28 +65,56 @@ def _kernels(device: torch.device) -> Iterator[str]:
         yield f"kernel {name}: {'usable' + ran if trouble is None else 'not usable: ' + trouble}"
 
 
-def _path(device: torch.device) -> Iterator[str]:
-    if device.type == "cpu":
-        yield 'auto: kernel "cpu", exchange "fused" through shared memory, where all ranks are processes of this host'
-        return
-    trouble = kernels.problem("fa4", device, torch.bfloat16, 128, False)
+def fused_problem() -> str | None:
+    """Why 'auto' would not take the fused path between this machine's GPUs, as far as one process can tell."""
+    device = torch.device("cuda", 0)
     from .comm.nvshmem import find
 
-    trouble = trouble or find(device)["problem"]
+    trouble = kernels.problem("fa4", device, torch.bfloat16, 128, False) or find(device)["problem"]
     if trouble is None and not kernels.verified("fa4", device):
         trouble = "kernel 'fa4' has not been run on this kind of GPU"
     count = torch.cuda.device_count()
-    blind = [
-        (i, j) for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)
-    ]
-    if trouble is None and blind:
-        trouble = f"GPU {blind[0][0]} cannot access the memory of GPU {blind[0][1]}"
-    if trouble is not None:
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    blind = next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
+    if trouble is None and blind is not None:
+        trouble = f"GPU {blind[0]} cannot access the memory of GPU {blind[1]}"
+    return trouble
+
+
+def _path(device: torch.device) -> Iterator[str]:
+    if device.type == "cpu":
+        yield 'auto: kernel "cpu", exchange "fused" through shared memory, where all ranks are processes of this host'
+    elif (trouble := fused_problem()) is not None:
         yield f'auto: kernel "torch", exchange "collective": {trouble}'
-        return
-    yield 'auto: kernel "fa4", exchange "fused" through NVSHMEM, for head_dim 64 and 128 in bfloat16 and float16'
-    if count < 2:
-        yield "  one GPU is visible: the stride of the peers' mappings shows with two; run under torchrun to check it"
+    else:
+        yield 'auto: kernel "fa4", exchange "fused" through NVSHMEM, for head_dim 64 and 128 in bfloat16 and float16'
+
+
+def check_ranks(device: torch.device) -> None:
+    """One small layer on every GPU, fused against serial: what the report cannot know without several ranks."""
+    import torch.distributed as dist
+
+    from .comm.group import resolve
+    from .nn import UlyssesAttention
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    q, k, v = (torch.randn(1, 256, 2 * size, 128, device=device).bfloat16() for _ in range(3))
+    with torch.no_grad():
+        fused = UlyssesAttention(kernel="fa4", exchange="fused")(q, k, v)
+        same = torch.equal(fused, UlyssesAttention(kernel="fa4", exchange="collective")(q, k, v))
+    verdicts: list[bool] = [False] * size
+    dist.all_gather_object(verdicts, same)
+    workspace = resolve(None).workspace
+    assert workspace is not None
+    if rank == 0:
+        from .ops.fused import peer_sink
+
+        base = workspace.signals.addresses[0]
+        distances = ", ".join(f"{(address - base) / 2**30:g}" for address in workspace.signals.addresses)
+        sink = peer_sink(workspace, next(iter(resolve(None).plans.values())).shape, torch.bfloat16)
+        print(f"NVSHMEM on {size} GPUs: rank 0 finds its peers' memory at {distances} GiB from its own")
+        print(f"  the attention kernel takes {len(sink.by_run)} launch for all owners; a test layer held {_memory()}")
+        print(f"  fused equals serial bit by bit: {'yes' if all(verdicts) else 'NO, on ranks ' + str(verdicts)}")
 
 
 def _memory() -> str:
