@@ -17,7 +17,7 @@ import torch
 from .. import config
 
 _PACKAGE = Path(__file__).parents[1]
-_PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nvshmem4py-cu13", "triton")
+_PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nvshmem4py-cu13", "triton", "diffusers")
 
 
 _SIGNAL = (
@@ -38,11 +38,22 @@ _ATTENTION = (
     "comm/coll*.py",
 )
 _FILES = {  # what the figures of a kind of line depend on
-    "sweep": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py"),
+    "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
+    "layer": (
+        *_SIGNAL,
+        *_ATTENTION,
+        "nn.py",
+        "ops/functional.py",
+        "ops/pace.py",
+        "ops/scatter.py",
+        "fa4_a2a/forward*.py",
+        "fa4_a2a/persistent*.py",
+        "fa4_a2a/scatter*.py",
+    ),
 }
 
 

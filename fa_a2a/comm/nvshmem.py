@@ -18,7 +18,7 @@ from ..errors import GroupError, UnsupportedError, WorkspaceError
 from ..layout import SIGNAL_WORDS, Word, aligned
 from .group import Group, host_identity, world
 from .pointer import bytes_at
-from .symmetric import Fault, SymmetricBlock, SymmetricMemory
+from .symmetric import Fault, Release, SymmetricBlock, SymmetricMemory
 
 _ADVANCE, _PUBLISH, _WAIT = 1, 2, 4  # flags of the signal kernel
 _RECORD_WORDS = 8
@@ -176,6 +176,7 @@ class Nvshmem(SymmetricMemory):
         self.world = _world.size
         with torch.inference_mode(False):
             self._record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+            self._counter = torch.zeros(1, dtype=torch.int64, device=device)  # of blocks that have ended
         # read on every call: by ctypes, since a look through torch costs microseconds
         self._fields = (ctypes.c_int64 * _RECORD_WORDS).from_address(self._record.data_ptr())
         self._tables: dict[int, torch.Tensor] = {}
@@ -258,6 +259,14 @@ class Nvshmem(SymmetricMemory):
     def signal_table(self, block: SymmetricBlock) -> torch.Tensor:
         """Where each rank's part of the block is mapped here, int64 on the device: for kernels that publish."""
         return self._tables[block.handle]  # type: ignore[index]
+
+    def release(
+        self, block: SymmetricBlock, timeout_s: float, *, advance: bool = False, silent: bool = False
+    ) -> Release:
+        """For a kernel that ends a call itself. advance: it also counts the call; silent: something else ends it."""
+        flags = 0 if silent else _PUBLISH | _WAIT | _ADVANCE * advance
+        rank, size, table = self.group.rank, self.group.size, self.signal_table(block)
+        return Release(table, rank, size, self.record_address, self._counter, flags, int(timeout_s * 1e9))
 
     @property
     def record_address(self) -> int:

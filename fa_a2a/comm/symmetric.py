@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import FaA2AError, PeerMismatchError, PeerTimeoutError
+from ..errors import FaA2AError, PeerMismatchError, PeerTimeoutError, UnsupportedError
 from ..layout import Word
 
 
@@ -48,6 +48,26 @@ class Fault:
         )
 
 
+@dataclass(frozen=True)
+class Release:
+    """What a kernel needs to end a call itself: publish `ready` to every peer when its stores are done, and wait for
+    theirs. flags are the signal kernel's; 0 leaves the end of the call to something else."""
+
+    peer_blocks: torch.Tensor
+    rank: int
+    num_ranks: int
+    record: int
+    counter: torch.Tensor
+    flags: int
+    deadline_ns: int
+
+    @staticmethod
+    def none(device: torch.device) -> Release:
+        """For a kernel outside of any workspace."""
+        zeros = torch.zeros(2, dtype=torch.int64, device=device)
+        return Release(zeros[:1], 0, 1, 0, zeros[1:], 0, 0)
+
+
 class SymmetricMemory(ABC):
     """Provider of symmetric blocks for one group. allocate and free are collective over the group."""
 
@@ -78,6 +98,12 @@ class SymmetricMemory(ABC):
         """Steps of the protocol on the ranks' signal blocks, in this order: count the call, publish its number to every
         rank, wait until every rank has published it. Everything this rank stored before is visible to whoever sees
         the publication. On GPUs it is enqueued on the current stream and reports faults through `fault`."""
+
+    def release(
+        self, block: SymmetricBlock, timeout_s: float, *, advance: bool = False, silent: bool = False
+    ) -> Release:
+        """For a kernel that ends a call itself. advance: it also counts the call; silent: something else ends it."""
+        raise UnsupportedError(f"no kernel ends its calls itself over {self.name}")
 
     @abstractmethod
     def fault(self) -> Fault | None:

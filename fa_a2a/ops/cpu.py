@@ -66,6 +66,7 @@ def attention_chunks(
 class _CpuKernel:
     name = "cpu"
     can_fuse = True
+    can_release = False
 
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
@@ -98,5 +99,5 @@ class _CpuKernel:
             )
 
 
-def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> _CpuKernel:
+def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool) -> _CpuKernel:
     return _CpuKernel()

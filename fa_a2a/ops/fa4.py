@@ -1,17 +1,21 @@
 """Kernel 'fa4': flash-attn-4's forward kernel, writing the exchange's output layout through strides.
 
 O is described to the kernel as a tensor whose batch mode is the peer: chunk c at its owner's buffer, one equal stride
-apart. Peers that do not lie at equal strides take one launch for each run of equal ones.
+apart. Peers that do not lie at equal strides take one launch for each run of equal ones. On sm_90 the fused kernel is
+persistent, paces its stores and ends the call itself; on sm_100 it is the stock one, and a signal kernel follows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from ..comm.symmetric import Release
 from .kernels import Sink, loadable
+from .pace import slice_pace_ns
 
 
 class _FA4:
@@ -24,15 +28,22 @@ class _FA4:
         dtype: torch.dtype,
         head_dim: int,
         with_lse: bool,
+        fused: bool = False,
         tile: tuple[int, int] | None = None,
     ) -> None:
         from fa4_a2a.forward import forward_tile_rows, load_forward
+        from fa4_a2a.persistent import ARCHS, Build, load_persistent
 
         properties = torch.cuda.get_device_properties(device)
         arch = f"sm_{properties.major}{properties.minor}a"
-        name, num_sms = str(dtype).removeprefix("torch."), properties.multi_processor_count
+        name, self.num_sms = str(dtype).removeprefix("torch."), properties.multi_processor_count
         self.tile_rows = forward_tile_rows(head_dim, arch, tile)
-        self._forward = load_forward(head_dim, name, arch, num_sms, tile=tile, with_lse=with_lse)
+        self.can_release = arch in ARCHS
+        self._forward = load_forward(head_dim, name, arch, self.num_sms, tile=tile, with_lse=with_lse)
+        if fused and self.can_release:
+            build = Build(release=True)
+            self._slice_rows = build.slice_rows
+            self._persistent = load_persistent(head_dim, name, arch, self.num_sms, tile, with_lse, build=build)
         self._made_for = (device, dtype, head_dim, with_lse, arch)
 
     def alternatives(self) -> dict[str, _FA4]:
@@ -41,7 +52,7 @@ class _FA4:
 
         device, dtype, head_dim, with_lse, arch = self._made_for
         tiles = FORWARD_TILES[arch, head_dim][1:2]
-        return {f"{rows}x{keys}": _FA4(device, dtype, head_dim, with_lse, (rows, keys)) for rows, keys in tiles}
+        return {f"{rows}x{keys}": _FA4(device, dtype, head_dim, with_lse, tile=(rows, keys)) for rows, keys in tiles}
 
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
@@ -56,19 +67,26 @@ class _FA4:
     def fused(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool
     ) -> None:
-        for launch in self.launches(q, k, v, scale, sink, with_lse):
+        for launch in self.launches(q, k, v, scale, sink, with_lse, Release.none(q.device)):
             launch()
 
     def launches(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: Sink,
+        with_lse: bool,
+        release: Release | None,
     ) -> list[Callable[[], None]]:
-        """The launches of one call, one for each batch entry and run of equal strides; each may be repeated."""
+        """The launches of one call, one for each batch entry and run of equal strides; each may be repeated. The last
+        one ends the call as `release` says."""
         q, k, v = loadable(q), loadable(k), loadable(v)
         batch, seq, heads, head_dim = q.shape
         chunks = q.view(batch, len(sink.o), seq // len(sink.o), heads, head_dim)
-        return [
-            partial(
-                self._forward,
+        calls = [
+            (
                 chunks[b, run.start : run.start + run.length],
                 k[b].expand(run.length, -1, -1, -1),
                 v[b].expand(run.length, -1, -1, -1),
@@ -79,7 +97,25 @@ class _FA4:
             for run, o, lse in sink.by_run
             for b in range(batch)
         ]
+        if release is None or not self.can_release:
+            return [partial(self._forward, *call) for call in calls]
+        pace_ns = slice_pace_ns(self.tile_rows, k.shape[1], head_dim, q.itemsize, self.num_sms, self._slice_rows)
+        ends = [replace(release, flags=0)] * (len(calls) - 1) + [release]
+        return [partial(self._persistent, *call, pace_ns, *_arguments(end)) for call, end in zip(calls, ends)]
 
 
-def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> _FA4:
-    return _FA4(device, dtype, head_dim, with_lse)
+def _arguments(release: Release) -> tuple[object, ...]:
+    """In the kernel's order."""
+    return (
+        release.peer_blocks,
+        release.rank,
+        release.num_ranks,
+        release.flags,
+        release.deadline_ns,
+        release.record,
+        release.counter,
+    )
+
+
+def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool) -> _FA4:
+    return _FA4(device, dtype, head_dim, with_lse, fused)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..comm.symmetric import Release
 from ..comm.workspace import Workspace
 from ..layout import ExchangeShape
 from .kernels import Qkv, Sink
@@ -25,16 +26,29 @@ class Prepared:
         self.qkv: Qkv = (q, k, v)
         self.sink = peer_sink(workspace, shape, dtype)
         self.out, self.lse = workspace.output(rank, shape, dtype), workspace.lse(rank, shape)
-        self.attend = launcher(plan, self.qkv, self.sink)
+        self._plan, self._workspace = plan, workspace
+        self._calls: dict[float, Callable[[], None]] = {}
+
+    def attend(self, timeout_s: float) -> None:
+        """The kernel on the workspace's own Q, K and V."""
+        if timeout_s not in self._calls:
+            self._calls.clear()  # a kernel that ends the call itself has the deadline among its arguments
+            self._calls[timeout_s] = launcher(self._plan, self.qkv, self.sink, self.release(timeout_s))
+        self._calls[timeout_s]()
+
+    def release(self, timeout_s: float) -> Release | None:
+        """For a kernel that ends the call itself; None for one that a signal follows."""
+        memory = self._workspace.memory
+        return memory.release(self._workspace.signals, timeout_s) if self._plan.adapter.can_release else None
 
 
-def launcher(plan: Plan, qkv: Qkv, sink: Sink) -> Callable[[], None]:
+def launcher(plan: Plan, qkv: Qkv, sink: Sink, release: Release | None) -> Callable[[], None]:
     """One call of the plan's kernel on fixed tensors; views and launches are made once where the adapter can."""
     request = plan.request
     prepare = getattr(plan.adapter, "launches", None)
     if prepare is None:
         return lambda: plan.adapter.fused(*qkv, request.scale, sink, request.with_lse)
-    launches = prepare(*qkv, request.scale, sink, request.with_lse)
+    launches = prepare(*qkv, request.scale, sink, request.with_lse, release)
 
     def call() -> None:
         for launch in launches:
@@ -64,11 +78,12 @@ def attend(
     prepared, request = workspace.prepare(Prepared, plan), plan.request
     with step("attention", q.device), workspace.poisoned_by_errors():
         if q is prepared.qkv[0]:
-            prepared.attend()
+            prepared.attend(timeout_s)
         else:
-            plan.adapter.fused(q, k, v, request.scale, prepared.sink, request.with_lse)
-    with step("finish", q.device):
-        workspace.finish(timeout_s)
+            launcher(plan, (q, k, v), prepared.sink, prepared.release(timeout_s))()
+    if not plan.adapter.can_release:
+        with step("finish", q.device):
+            workspace.finish(timeout_s)
     workspace.check_guards()
     return prepared.out.view_as(prepared.out), prepared.lse.view_as(prepared.lse) if request.with_lse else None
 

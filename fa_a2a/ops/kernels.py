@@ -49,6 +49,7 @@ class AttentionKernel(Protocol):
 
     name: str
     can_fuse: bool  # stores tiles into other ranks' memory itself
+    can_release: bool  # ends a call itself: `launches` takes a Release
 
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
@@ -116,8 +117,10 @@ def verified(name: str, device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=32)
-def load(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> AttentionKernel:
-    """The kernel's adapter; compiles it, or takes it from the cache, before it returns."""
+def load(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool
+) -> AttentionKernel:
+    """The kernel's adapter; compiles what it will use, or takes it from the cache, before it returns."""
     module = importlib.import_module(f"{__package__}.{_ADAPTERS[name]}")
-    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse)
+    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse, fused)
     return adapter

@@ -258,7 +258,9 @@ def _prepare(
     failure: Exception | None = None
     adapter = None
     try:
-        adapter = kernels.load(kernel, device, request.torch_dtype, request.head_dim, request.with_lse)
+        adapter = kernels.load(
+            kernel, device, request.torch_dtype, request.head_dim, request.with_lse, exchange == "fused"
+        )
         if exchange == "fused" and device.type == "cuda" and not request.head_sharded:
             from . import scatter
 

@@ -12,6 +12,7 @@ from .kernels import Sink
 class _Sdpa:
     name = "torch"
     can_fuse = False
+    can_release = False
 
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
@@ -25,5 +26,5 @@ class _Sdpa:
         raise UnsupportedError("kernel 'torch' cannot store into other ranks; use exchange='collective'")
 
 
-def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> _Sdpa:
+def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool) -> _Sdpa:
     return _Sdpa()

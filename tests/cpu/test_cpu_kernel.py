@@ -8,7 +8,7 @@ from einops import rearrange
 from fa_a2a.layout import ExchangeShape
 from fa_a2a.ops import cpu, fused
 
-KERNEL = cpu.make(torch.device("cpu"), torch.float32, 64, True)
+KERNEL = cpu.make(torch.device("cpu"), torch.float32, 64, True, True)
 
 
 def inputs(batch, seq, heads, dim, dtype, seed=0):

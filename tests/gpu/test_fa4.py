@@ -19,7 +19,7 @@ def fa4(device, need):
     def get(dtype, head_dim, with_lse=False):
         trouble = kernels.problem("fa4", device, dtype, head_dim, with_lse)
         need("gpu", trouble is None, str(trouble))
-        return kernels.load("fa4", device, dtype, head_dim, with_lse)
+        return kernels.load("fa4", device, dtype, head_dim, with_lse, True)
 
     return get
 

@@ -38,12 +38,13 @@ def check_absent(results):
         assert outcome.error == "PeerTimeoutError", outcome
         if rank != 1:
             assert "rank 1" in outcome.text
-            assert outcome.seconds > 1.0  # a rank that began later hears of an earlier one's deadline
         assert outcome.seconds < 7.0
         assert refused.error == "WorkspaceError"
         assert "poisoned" in refused.text
         assert "fa_a2a.close" in refused.text
         assert well
+    # one rank waits out its deadline; the others, begun later, hear of it
+    assert max(outcome.seconds for outcome, _, _ in (results[0], *results[2:])) > 1.0
 
 
 def test_rank_late_at_the_first_call(ranks):

@@ -18,7 +18,7 @@ def call(rank, size, timeout_s=2.0, seed=0):
     return UlyssesAttention(**FUSED, timeout_s=timeout_s)(*inputs(rank, size, seed=seed))
 
 
-class Forgetful(type(cpu.make(torch.device("cpu"), torch.float32, 8, True))):
+class Forgetful(type(cpu.make(torch.device("cpu"), torch.float32, 8, True, True))):
     """Leaves the first tile of every chunk but its own unwritten."""
 
     def fused(self, q, k, v, scale, sink, with_lse):
@@ -79,7 +79,7 @@ def test_debug_mode_finds_a_store_past_a_buffer(ranks):
     assert well_too
 
 
-class Failing(type(cpu.make(torch.device("cpu"), torch.float32, 8, True))):
+class Failing(type(cpu.make(torch.device("cpu"), torch.float32, 8, True, True))):
     def fused(self, q, k, v, scale, sink, with_lse):
         raise RuntimeError("no such instruction")
 
