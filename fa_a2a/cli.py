@@ -6,14 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from .bench import pace_options
+from .bench import pace_options, sweep_options
 from .errors import ConfigurationError, FaA2AError
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fa-a2a", description="attention with the all-to-all inside")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_sweep(commands.add_parser("sweep", help="time serial and fused attention against sequence length"))
+    sweep_options.add(
+        commands.add_parser("sweep", help="time serial and fused attention, or the layer, against sequence length")
+    )
     _add_calibrate(
         commands.add_parser("calibrate", help="measure this machine's path between GPUs, or fit samples of it")
     )
@@ -49,21 +51,6 @@ def _numbers(text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1 with commas between, got {text!r}")
     return numbers
-
-
-def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU")
-    parser.add_argument("--ranks", type=_numbers, help="2,4 by default, if there are as many GPUs; or torchrun's")
-    parser.add_argument("--seq-lens", type=_numbers, help="of the whole sequence; 4608 to 32768, on CPUs 256 to 1024")
-    parser.add_argument("--heads", type=_numbers, help="24 and 12, on CPUs 8")
-    parser.add_argument("--head-dim", type=int, help="128, on CPUs 64")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16, on CPUs float32")
-    parser.add_argument("--kernel", default="auto", help="fa4 or cpu; auto takes what this machine runs best")
-    parser.add_argument("--rounds", type=int, help="timed rounds; 12, on CPUs 3")
-    parser.add_argument("--profile", default="h200x4", help="platform profile for the prediction: name or JSON file")
-    parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/sweep.jsonl"), help="JSON lines go here")
-    parser.add_argument("--plot", type=Path, help="the plot; beside --out by default")
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -107,22 +94,7 @@ def _add_exchange(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from .bench import launch, main
-
-    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
-    cases = main.cases(arguments, kind)
-    ranks = main.rank_counts(arguments.ranks, kind)
-    plot = arguments.plot or arguments.out.with_suffix(".png")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for count in ranks:
-        launch.run(main.sweep_body, count, kind, cases, arguments.out)
-    if launch.is_main():
-        main.show(arguments.out, plot)
-    return 0
+    return sweep_options.run(arguments)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -28,11 +28,11 @@ def _pyplot() -> Any:
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
-    """A plot for each kind of line there is: of one kind at `path`, of both the calibration's beside it. Returns where.
+    """A plot for each kind of line there is: of the first kind at `path`, of the others beside it. Returns where.
 
     ConfigurationError where no line can be plotted.
     """
-    plots = {"sweep": sweep, CALIBRATE: calibration}
+    plots = {"sweep": sweep, "layer": layer, CALIBRATE: calibration}
     kinds = {str(line.get("kind")) for line in lines}
     found = [kind for kind in plots if kind in kinds]
     if not found:
@@ -44,18 +44,44 @@ def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
     return list(paths.values())
 
 
-def _latest(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _latest(lines: list[dict[str, Any]], *more: str) -> list[dict[str, Any]]:
     """The last line of each configuration."""
-    key = ("device", "world_size", "kernel", "batch", "seq_len", "num_heads", "head_dim", "dtype")
+    key = ("device", "world_size", "batch", "seq_len", "num_heads", "head_dim", "dtype", *more)
     return list({tuple(line[name] for name in key): line for line in lines}.values())
+
+
+def _one_device(lines: list[dict[str, Any]]) -> None:
+    devices = {line["device"] for line in lines}
+    if len(devices) != 1:
+        raise ConfigurationError(f"such a plot shows one device, got lines of {', '.join(sorted(devices)) or 'none'}")
+
+
+def _against_length(axis: Any, lines: list[dict[str, Any]]) -> None:
+    lengths = sorted({p["seq_len"] for p in lines})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [str(s) for s in lengths])
+    axis.minorticks_off()
+    axis.set_xlabel("sequence length")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
+
+
+def _finish(figure: Any, plt: Any, lines: list[dict[str, Any]], path: Path) -> None:
+    device = lines[0]["device"]
+    what = f"{device}, head_dim {lines[0]['head_dim']}, {lines[0]['dtype']}, {max(p['date'][:10] for p in lines)}"
+    if device == "CPU":
+        what += ": processes on one CPU, a check of correctness, not of speed"
+    figure.suptitle(what, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def sweep(lines: list[dict[str, Any]], path: Path) -> None:
     """Speed-up over serial and E_res against sequence length, one curve for each kernel, P and H. One device a plot."""
-    lines = _latest([line for line in lines if line.get("kind") == "sweep"])
-    devices = {line["device"] for line in lines}
-    if len(devices) != 1:
-        raise ConfigurationError(f"a sweep plot shows one device, got lines of {sorted(devices) or 'none'}")
+    lines = _latest([line for line in lines if line.get("kind") == "sweep"], "kernel")
+    _one_device(lines)
     plt = _pyplot()
     curves = defaultdict(list)
     for line in lines:
@@ -74,22 +100,34 @@ def sweep(lines: list[dict[str, Any]], path: Path) -> None:
     left.set_ylabel("speed-up over attention, then all-to-all")
     right.set_ylabel("E_res = fused - attention alone (us)")
     for axis in (left, right):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(sorted({p["seq_len"] for p in lines}), [str(s) for s in sorted({p["seq_len"] for p in lines})])
-        axis.minorticks_off()
-        axis.set_xlabel("sequence length")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    (device,) = devices
-    dates = sorted({line["date"][:10] for line in lines})
-    what = f"{device}, head_dim {lines[0]['head_dim']}, {lines[0]['dtype']}, {dates[-1]}"
-    if device == "CPU":
-        what += ": processes on one CPU, a check of correctness, not of speed"
-    figure.suptitle(what, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        _against_length(axis, lines)
+    _finish(figure, plt, lines, path)
+
+
+def layer(lines: list[dict[str, Any]], path: Path) -> None:
+    """Ready time of a layer over attention alone against sequence length: a panel for each mode, a colour for each
+    method, a line style for each P and H. One device a plot."""
+    lines = _latest([line for line in lines if line.get("kind") == "layer"], "method", "mode")
+    _one_device(lines)
+    plt = _pyplot()
+    lines = [line for line in lines if line["method"] != "attention"]
+    modes, methods = (sorted({line[name] for line in lines}) for name in ("mode", "method"))
+    shapes = sorted({(line["world_size"], line["num_heads"]) for line in lines})
+    figure, axes = plt.subplots(1, len(modes), figsize=(max(9, 5.5 * len(modes)), 4), squeeze=False)
+    curves = defaultdict(list)
+    for line in lines:
+        curves[line["mode"], line["method"], (line["world_size"], line["num_heads"])].append(line)
+    for (mode, method, shape), points in sorted(curves.items()):
+        points.sort(key=lambda line: line["seq_len"])
+        style = {"color": f"C{methods.index(method)}", "linestyle": ("-", "--", ":", "-.")[shapes.index(shape) % 4]}
+        label = f"{method}, P={shape[0]}, H={shape[1]}"
+        xs, ys = [p["seq_len"] for p in points], [p["vs_attention"] for p in points]
+        axes[0][modes.index(mode)].plot(xs, ys, marker="o", label=label, **style)
+    for mode, axis in zip(modes, axes[0], strict=True):
+        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.set(title=mode, ylabel="layer until ready / attention alone")
+        _against_length(axis, [line for line in lines if line["mode"] == mode])
+    _finish(figure, plt, lines, path)
 
 
 def calibration(lines: list[dict[str, Any]], path: Path) -> None:

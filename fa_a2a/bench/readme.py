@@ -53,6 +53,35 @@ def sweep_table(lines: Lines) -> str:
     return _footnote(_table(header, rows))
 
 
+def layer_table(lines: Lines) -> str:
+    """A row for each shape and mode, its cells from the newest run of that shape, as those are comparable."""
+    gpu = [line for line in lines if line.get("kind") == "layer" and line.get("device") != "CPU"]
+    runs: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    dates: dict[tuple[Any, ...], str] = {}
+    for x in gpu:
+        key = (x["world_size"], x["num_heads"], x["seq_len"], x["mode"])
+        if dates.setdefault(key, x["date"]) < x["date"]:
+            dates[key], runs[key] = x["date"], {}
+        if dates[key] == x["date"]:
+            runs.setdefault(key, {})[x["method"]] = x
+    methods = ("attention", "fa_a2a", "nccl_packed", "nccl", "symm_mem", "diffusers")
+    header = ["P", "S", "H", "mode", *methods, "/ attention", "over packed", "host"]
+    rows = []
+    for (ranks, heads, seq_len, mode), run in sorted(runs.items()):
+        ours, packed = run["fa_a2a"], run.get("nccl_packed")
+        rows.append(
+            [
+                f"{ranks}{_mark(ours)}",
+                *(str(seq_len), str(heads), mode),
+                *(f"{run[name]['ready_us']:.1f}" if name in run else "-" for name in methods),
+                f"{ours['vs_attention']:.2f}",
+                f"{packed['vs_fa_a2a']:.2f}" if packed else "-",
+                f"{ours['host_us']:.1f}",
+            ]
+        )
+    return _footnote(_table(header, rows))
+
+
 def litmus_table(lines: Lines) -> str:
     rows = [
         [x["variant"] + _mark(x), f"{x['rounds']}", f"{x['stale']}", f"{x['stale_blocks']}"]
@@ -68,6 +97,7 @@ def environment_table(lines: Lines) -> str:
 
 TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
+    "layer": layer_table,
     "litmus": litmus_table,
     "environment": environment_table,
 }

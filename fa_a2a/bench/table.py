@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_COLUMNS = (  # header, field, format
+Columns = tuple[tuple[str, str, str], ...]
+
+_SWEEP: Columns = (  # header, field, format
     ("P", "world_size", "d"),
     ("S", "seq_len", "d"),
     ("H", "num_heads", "d"),
@@ -25,17 +27,54 @@ _COLUMNS = (  # header, field, format
 )
 
 
+_LAYER: Columns = (
+    ("P", "world_size", "d"),
+    ("S", "seq_len", "d"),
+    ("H", "num_heads", "d"),
+    ("     method", "method", "s"),
+    ("mode", "mode", "s"),
+    ("ready us", "ready_us", ".1f"),
+    ("x att.", "vs_attention", ".2f"),
+    ("x ours", "vs_fa_a2a", ".2f"),
+    ("host us", "host_us", ".1f"),
+    ("held MiB", "workspace_bytes", "MiB"),
+    ("peak MiB", "peak_bytes", "MiB"),
+    ("bitwise", "bitwise_equal", ""),
+    ("         kernel", "kernel", "s"),
+    ("             transport", "transport", "s"),
+)
+
+
 def sweep_header() -> str:
-    return "  ".join(f"{title:>{_width(title)}}" for title, _, _ in _COLUMNS)
+    return _header(_SWEEP)
 
 
 def sweep_row(line: dict[str, Any]) -> str:
-    cells = []
-    for title, name, form in _COLUMNS:
-        value = line.get(name)
-        text = "-" if value is None else format(value, form) if form else ("equal" if value else "DIFFERS")
-        cells.append(f"{text:>{_width(title)}}")
-    return "  ".join(cells)
+    return _row(_SWEEP, line)
+
+
+def layer_header() -> str:
+    return _header(_LAYER)
+
+
+def layer_row(line: dict[str, Any]) -> str:
+    return "  ".join(filter(None, (_row(_LAYER, line), line["note"])))
+
+
+def _header(columns: Columns) -> str:
+    return "  ".join(f"{title:>{_width(title)}}" for title, _, _ in columns)
+
+
+def _row(columns: Columns, line: dict[str, Any]) -> str:
+    return "  ".join(f"{_cell(line.get(name), form):>{_width(title)}}" for title, name, form in columns)
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None or value == "":
+        return "-"
+    if form == "MiB":
+        return f"{value / 1024**2:.1f}"
+    return format(value, form) if form else ("equal" if value else "DIFFERS")
 
 
 def _width(title: str) -> int:

@@ -1,0 +1,68 @@
+"""The options of `fa-a2a sweep`, and what they start. Imports no torch before a measurement runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..errors import ConfigurationError
+from .pace_options import _counts
+
+LAYER_METHODS = ("nccl_packed", "symm_mem", "diffusers")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU")
+    parser.add_argument("--ranks", type=_counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument("--seq-lens", type=_counts, help="of the whole sequence; 4608 to 32768, on CPUs 256 to 1024")
+    parser.add_argument("--heads", type=_counts, help="24 and 12, with --layer 24; on CPUs 8")
+    parser.add_argument("--head-dim", type=int, help="128, on CPUs 64")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16, on CPUs float32")
+    parser.add_argument("--kernel", default="auto", help="fa4 or cpu; auto takes what this machine runs best")
+    parser.add_argument("--rounds", type=int, help="timed rounds; 12, on CPUs 3")
+    parser.add_argument("--profile", default="h200x4", help="platform profile for the prediction: name or JSON file")
+    parser.add_argument(
+        "--layer",
+        nargs="*",
+        choices=LAYER_METHODS,
+        metavar="METHOD",
+        help="time the whole layer, both exchanges included: fa_a2a, NCCL and attention alone, and all of "
+        f"{', '.join(LAYER_METHODS)} or those named",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines go here; fa_a2a_results/sweep.jsonl by default, with --layer layer.jsonl"
+    )
+    parser.add_argument("--plot", type=Path, help="the plot; beside --out by default")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from . import launch, main
+
+    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
+    layer = arguments.layer is not None
+    if layer and kind == "cuda":
+        arguments.heads = arguments.heads or [24]
+    cases = main.cases(arguments, kind)
+    ranks = main.rank_counts(arguments.ranks, kind)
+    out = arguments.out or Path("fa_a2a_results") / ("layer.jsonl" if layer else "sweep.jsonl")
+    plot = arguments.plot or out.with_suffix(".png")
+    if not layer:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for count in ranks:
+            launch.run(main.sweep_body, count, kind, cases, out)
+        if launch.is_main():
+            main.show(out, plot)
+        return 0
+    from . import layer as bench
+
+    bench.check_shapes(cases, ranks)
+    for count in ranks:
+        launch.run(bench.body, count, kind, cases, tuple(arguments.layer or LAYER_METHODS), out)
+    if launch.is_main():
+        bench.show(out, plot)
+    return 0
