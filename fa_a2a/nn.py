@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from .comm.group import resolve
-from .errors import UnsupportedError
+from .comm.group import Group, resolve
+from .errors import FaA2AError, UnsupportedError
 from .ops import schema
-from .ops.functional import attention_gather, deadline, scatter_heads
+from .ops.functional import deadline, find_plan, gathered, scattered
 from .ops.plan import Plan, check_choices
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class UlyssesAttention(torch.nn.Module):
         self.kernel, self.exchange, self.copy = kernel, exchange, copy
         self.last_plan: Plan | None = None
         self._requested_group = group
+        self._group: Group | None = None
+        self._world: object = None  # the default group that `_group` was looked up under
 
     def extra_repr(self) -> str:
         return f"kernel={self.kernel!r}, exchange={self.exchange!r}, copy={self.copy}, timeout_s={self.timeout_s:g}"
@@ -73,34 +76,50 @@ class UlyssesAttention(torch.nn.Module):
         (batch, heads, seq/P) float32. causal, key_lengths, shard_sizes and replicated_text are not carried out yet and
         must be left alone. Returns (batch, seq/P, heads, head_dim). Raises like `scatter_heads`.
         """
-        for name, value in (("causal", causal), ("key_lengths", key_lengths), ("shard_sizes", shard_sizes)):
-            if value is not None and value is not False:
-                raise UnsupportedError(f"{name} is not supported yet: full attention over equal shards only")
-        if replicated_text is not None:
-            raise UnsupportedError("replicated_text is not supported yet: shard text and image tokens alike")
+        refused = _refused(causal, key_lengths, shard_sizes, replicated_text)
         if torch.compiler.is_compiling():
+            if refused is not None:
+                raise refused
             factor = q_BsHD.shape[-1] ** -0.5 if scale is None else scale
             both: tuple[torch.Tensor, torch.Tensor] = schema.ulysses_attention(
                 q_BsHD, k_BsHD, v_BsHD, self._name(), self.kernel, self.exchange, factor, return_lse, self.timeout_s
             )
             out, lse = both
             return (out, lse) if return_lse else out
-        group = resolve(self._requested_group)
-        shards = scatter_heads(
-            q_BsHD,
-            k_BsHD,
-            v_BsHD,
-            group.handle,
-            scale=scale,
-            return_lse=return_lse,
-            kernel=self.kernel,
-            exchange=self.exchange,
-            timeout_s=self.timeout_s,
+        group, seconds = self._resolve(), self.timeout_s
+        plan = find_plan(
+            group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, self.kernel, self.exchange, seconds, refused=refused
         )
-        self.last_plan = shards._plan
-        result: torch.Tensor
-        result, lse_or_none = attention_gather(shards, copy=self.copy, timeout_s=self.timeout_s)
+        if self.last_plan is not plan:
+            self.last_plan = plan
+        shards = scattered(group, plan, (q_BsHD, k_BsHD, v_BsHD), seconds)
+        result, lse_or_none = gathered(shards, self.copy, seconds)
         if return_lse:
             assert lse_or_none is not None
             return result, lse_or_none
         return result
+
+    def _resolve(self) -> Group:
+        """The group, looked up anew only when torch.distributed was initialised anew."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if self._group is None or world is None or world is not self._world:
+            self._group, self._world = resolve(self._requested_group), world
+        return self._group
+
+    def __deepcopy__(self, memo: dict[int, object]) -> UlyssesAttention:
+        """A copy of a model shares its process group."""
+        copied = UlyssesAttention(self._requested_group, self.kernel, self.exchange, self.copy, self.timeout_s)
+        copied.train(self.training)
+        memo[id(self)] = copied
+        return copied
+
+
+def _refused(
+    causal: bool, key_lengths: torch.Tensor | None, shard_sizes: list[int] | None, replicated_text: int | None
+) -> FaA2AError | None:
+    """The error for an option that is not carried out yet. Told to the peers before it is raised."""
+    options = {"causal": causal or None, "key_lengths": key_lengths, "shard_sizes": shard_sizes}
+    for name, value in (options | {"replicated_text": replicated_text}).items():
+        if value is not None:
+            return UnsupportedError(f"{name} is not supported yet: full attention over equal shards only; leave it out")
+    return None

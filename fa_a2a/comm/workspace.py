@@ -10,8 +10,7 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -219,17 +218,15 @@ class Workspace:
         return [r for r in range(self.group.size) if signed_difference(words[ARRIVED_WORD + r], epoch) > 0]
 
     def _signal(self, word: Word, timeout_s: float, **steps: Any) -> None:
-        with self.poisoned_by_errors():
-            self.memory.signal(self.signals, word, timeout_s=timeout_s, **steps)
-
-    @contextmanager
-    def poisoned_by_errors(self) -> Iterator[None]:
-        """Whatever ends a step of a call half-way, Ctrl-C too, leaves the ranks apart: no further call is taken."""
         try:
-            yield
+            self.memory.signal(self.signals, word, timeout_s=timeout_s, **steps)
         except BaseException as error:
-            self.group.poisoned = self.group.poisoned or str(error) or type(error).__name__
+            self.poison(error)
             raise
+
+    def poison(self, error: BaseException) -> None:
+        """Whatever ends a step of a call half-way, Ctrl-C too, leaves the ranks apart: no further call is taken."""
+        self.group.poisoned = self.group.poisoned or str(error) or type(error).__name__
 
     def poison_output(self) -> None:
         """Debug mode: fills O and LSE with NaN, so that whatever a call fails to write shows."""

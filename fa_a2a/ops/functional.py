@@ -11,6 +11,7 @@ from .. import config
 from ..comm.group import Group, resolve
 from ..errors import FaA2AError, ShapeError, WorkspaceError
 from . import fused, scatter, serial
+from .kernels import Qkv
 from .plan import MAX_KNOWN, Plan, Request, check_choices, check_deadline, is_deadline, make_request, settle
 
 if TYPE_CHECKING:
@@ -47,14 +48,16 @@ class HeadShards:
         """Wraps tensors that are head-sharded already: (B, S, h, D), rows in the order of the whole sequence. Q is
         copied into the order that the fused path wants. Raises like `scatter_heads`."""
         where = resolve(group)
-        plan = _plan(where, q_BShD, k_BShD, v_BShD, scale, return_lse, kernel, exchange, timeout_s, head_sharded=True)
+        plan = find_plan(
+            where, q_BShD, k_BShD, v_BShD, scale, return_lse, kernel, exchange, timeout_s, head_sharded=True
+        )
         if plan.exchange == "fused":
             assert where.workspace is not None  # made with the plan
             q_BShD = torch.cat([q_BShD.chunk(where.size, dim=1)[owner] for owner in where.workspace.owners], dim=1)
         return cls(q_BShD, k_BShD, v_BShD, where, plan, where.workspace)
 
 
-def _plan(
+def find_plan(
     group: Group,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -65,18 +68,23 @@ def _plan(
     exchange: str,
     timeout_s: float | None,
     head_sharded: bool = False,
+    refused: FaA2AError | None = None,
 ) -> Plan:
     seconds = deadline(timeout_s)
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
-    key = (*map(_signature, (q, k, v)), scale, return_lse, kernel, exchange, head_sharded)
+    key: object = None
+    if refused is None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
+        key = (_signature(q), _signature(k), _signature(v), scale, return_lse, kernel, exchange, head_sharded)
     settled = group.settled.get(key)
-    if settled is not None and is_deadline(seconds):
+    if settled is not None:
         group.check_usable()
         if group.workspace is not None:
             group.workspace.check(seconds)
         return settled
     request: Request | FaA2AError
     try:
+        if refused is not None:
+            raise refused
         check_choices(kernel, exchange, seconds)
         request = make_request(
             q,
@@ -95,7 +103,7 @@ def _plan(
             seconds = deadline(None)  # the others must hear of it all the same
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
     plan = settle(group, request, device, seconds)
-    if plan.request.device == "cuda" or plan.exchange == "fused":
+    if key is not None and (plan.request.device == "cuda" or plan.exchange == "fused"):
         if len(group.settled) >= MAX_KNOWN:
             group.settled.clear()
         group.settled[key] = plan
@@ -137,13 +145,22 @@ def scatter_heads(
     Source: DeepSpeed Ulysses (arXiv:2309.14509).
     """
     where = resolve(group)
-    plan = _plan(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s)
+    return scattered(
+        where,
+        find_plan(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s),
+        (q_BsHD, k_BsHD, v_BsHD),
+        deadline(timeout_s),
+    )
+
+
+def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float) -> HeadShards:
+    """The exchange before attention as the plan says."""
     if where.size == 1:
-        return HeadShards(q_BsHD, k_BsHD, v_BsHD, where, plan, None)
+        return HeadShards(*qkv, where, plan, None)
     if plan.exchange == "collective":
-        return HeadShards(*serial.scatter(q_BsHD, k_BsHD, v_BsHD, where), where, plan, None)
+        return HeadShards(*serial.scatter(*qkv, where), where, plan, None)
     assert where.workspace is not None
-    parts = scatter.scatter(q_BsHD, k_BsHD, v_BsHD, plan, where.workspace, deadline(timeout_s))
+    parts = scatter.scatter(*qkv, plan, where.workspace, seconds)
     return HeadShards(*parts, where, plan, where.workspace.call)
 
 
@@ -159,9 +176,14 @@ def attention_gather(
     ordinary tensors. Raises PeerTimeoutError and WorkspaceError like `scatter_heads`.
     Source: the exchange rides on the kernel's own stores, arXiv:2607.23264.
     """
+    return gathered(shards, copy, deadline(timeout_s))
+
+
+def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention and the exchange after it as the shards' plan says."""
     if not isinstance(shards, HeadShards):
         raise ShapeError(f"attention_gather takes what scatter_heads returned, got {type(shards).__name__}")
-    group, plan, seconds = shards._group, shards._plan, deadline(timeout_s)
+    group, plan = shards._group, shards._plan
     check_deadline(seconds)
     group.check_usable()
     if plan.exchange == "collective":

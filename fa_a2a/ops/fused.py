@@ -76,11 +76,15 @@ def attend(
     workspace.take_turn("attention")
     workspace.order_streams()
     prepared, request = workspace.prepare(Prepared, plan), plan.request
-    with step("attention", q.device), workspace.poisoned_by_errors():
-        if q is prepared.qkv[0]:
-            prepared.attend(timeout_s)
-        else:
-            launcher(plan, (q, k, v), prepared.sink, prepared.release(timeout_s))()
+    with step("attention", q.device):
+        try:
+            if q is prepared.qkv[0]:
+                prepared.attend(timeout_s)
+            else:
+                launcher(plan, (q, k, v), prepared.sink, prepared.release(timeout_s))()
+        except BaseException as error:
+            workspace.poison(error)
+            raise
     if not plan.adapter.can_release:
         with step("finish", q.device):
             workspace.finish(timeout_s)

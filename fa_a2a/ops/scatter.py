@@ -38,9 +38,13 @@ def scatter(
     workspace.take_turn("scatter")
     workspace.order_streams()
     prepared = workspace.prepare(Prepared, plan)
-    with step("scatter_heads", q.device), workspace.poisoned_by_errors():
+    with step("scatter_heads", q.device):
         workspace.poison_output()
-        prepared.store(q, k, v, timeout_s)
+        try:
+            prepared.store(q, k, v, timeout_s)
+        except BaseException as error:
+            workspace.poison(error)
+            raise
     return workspace.prepare(fused.Prepared, plan).qkv
 
 
