@@ -155,6 +155,7 @@ def calibration(lines: list[dict[str, Any]], path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
+    axes[0][1].set_ylim(top=1.4 * axes[0][1].get_ylim()[1])  # its legend is long
     run = found.run
     figure.suptitle(f"{run.device} x {run.num_ranks}, {run.num_sms} SMs, {run.date[:10]}; lines: X-Stage", fontsize=10)
     figure.tight_layout()
@@ -179,10 +180,16 @@ def _gap_panels(left: Any, right: Any, found: Calibration, store: StoreFit, colo
         left.plot([p.gap_us for p in control], [p.issue_us for p in control], "x", color=color, alpha=0.5, label=label)
     right.plot([p.gap_us for p in store.max_law], [p.measured_us for p in store.max_law], "o", color=color, label=name)
     right.plot([p.gap_us for p in store.max_law], [p.predicted_us for p in store.max_law], "-", color=color)
-    if store.coupled_law:
-        gaps, label = [p.gap_us for p in store.coupled_law], f"{name}, fence after each burst"
-        right.plot(gaps, [p.measured_us for p in store.coupled_law], "^", color=color, alpha=0.5, label=label)
-        right.plot(gaps, [p.predicted_us for p in store.coupled_law], "--", color=color, alpha=0.5)
+    for points, mark, what in (
+        (store.steady_law, "+", "while all blocks run"),
+        (store.coupled_law, "^", "fence after each burst, in step"),
+        (store.free_law, "1", "fence after each burst, on their own"),
+    ):
+        if points:
+            gaps, measured = [p.gap_us for p in points], [p.measured_us for p in points]
+            right.plot(gaps, measured, mark, color=color, alpha=0.5, label=f"{name}, {what}")
+    coupled = store.coupled_law or store.free_law
+    right.plot([p.gap_us for p in coupled], [p.predicted_us for p in coupled], "--", color=color, alpha=0.5)
 
 
 def _isolated_panel(axis: Any, found: Calibration, store: StoreFit, color: str) -> None:

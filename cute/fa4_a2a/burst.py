@@ -5,7 +5,8 @@ One kernel for each kind of store; everything else is an argument:
 
     experiment            slices  gap    flags          what to read
     zero gap, gap sweep   1       0..    0              time of the whole launch
-    completion-coupled    1       0..    FENCE          time of the whole launch; BEHIND: the fence
+    completion-coupled    1       0..    FENCE | RELEASE_EACH   ISSUE + BEHIND: slowest block of each burst
+    the same, unreleased  1       0..    FENCE          time of the whole launch; BEHIND: the fence
     isolated bursts       1       long   RELEASE_EACH   ISSUE: slowest block of each burst
     loads behind a store  1       long   RELEASE_EACH | LOAD    BEHIND: the 16 KiB load
     paced slices          n       long   RELEASE_EACH, with or without LOAD; pace_clocks between slices

@@ -44,14 +44,33 @@ class Launch:
     """A burst's gap, mean of all blocks, whatever is not issue time or the wait for a fence."""
     issue_us: float
     """A burst's issue time, mean of all blocks."""
+    steady_us: float
+    """The period while every block still runs; of bursts that are not released."""
     slowest_us: list[float]
     """Of each burst whose start was released: the slowest block's issue time, and the median block's."""
     median_us: list[float]
     behind_slowest_us: list[float]
     """The same of the wait behind each burst, for a load or a fence."""
     behind_median_us: list[float]
+    done_us: list[float]
+    """The slowest block's issue time and wait together."""
     block_us: float
     """All bursts' issue time of the block that took longest."""
+
+
+def steady_us(cycles: torch.Tensor) -> float:
+    """Period of all blocks together while all of them run, from what each burst took its block, gap included
+    [bursts, blocks]: blocks x time / bursts done in it, counted from a quarter of the time until the first block ends.
+    """
+    ends = cycles.cumsum(0)
+    until = ends[-1].min()
+
+    def done(moment: torch.Tensor) -> torch.Tensor:
+        current = (ends <= moment).sum(0, keepdim=True).clamp(max=len(ends) - 1)
+        left = (ends.gather(0, current) - moment) / cycles.gather(0, current)
+        return (current + 1 - left).sum()
+
+    return cycles.shape[1] * float(0.75 * until / (done(until) - done(until / 4)))
 
 
 class Bursts:
@@ -161,16 +180,19 @@ class Bursts:
         shape = (setting.bursts, setting.num_ctas)
         issued, waited = (t.view(shape).double() / self.clocks_per_us for t in (issue, behind))
         spans = (table[:, f.END_CLOCK] - table[:, f.START_CLOCK]).double() / self.clocks_per_us
-        apart = issued.sum(0) + (waited.sum(0) if setting.flags & self.fence else 0.0)
+        busy = issued + waited if setting.flags & self.fence else issued
+        gaps = (spans - busy.sum(0)) / setting.bursts
         kept = setting.bursts if setting.flags & self.released else 0
         return Launch(
             total_us=total_us,
-            gap_us=float((spans - apart).mean()) / setting.bursts,
+            gap_us=float(gaps.mean()),
             issue_us=float(issued.mean()),
+            steady_us=steady_us(busy + gaps),
             slowest_us=issued.amax(1)[:kept].tolist(),
             median_us=issued.median(1).values[:kept].tolist(),
             behind_slowest_us=waited.amax(1)[:kept].tolist(),
             behind_median_us=waited.median(1).values[:kept].tolist(),
+            done_us=busy.amax(1)[:kept].tolist(),
             block_us=float(issued.sum(0).max()),
         )
 

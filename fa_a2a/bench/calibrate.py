@@ -31,7 +31,13 @@ ISOLATED_BYTES = tuple(n * _KIB for n in (8, 12, 16, 24, 32, 48, 64, 96, 128))
 RECOVERY_US = 150.0  # three times what the largest burst takes to drain
 WAVE_GAP_US = 50.0
 PACED = ((1, 0.0), (16, 0.0), (8, 2.0), (16, 1.0))  # (slices, pause in us); the last two take longer than V/R
-_RELEASED = ("isolated", "load", "paced")  # their first burst is cold and is left out
+# the lists of a point of released bursts; the first burst of a launch is cold and is left out
+_RELEASED = {
+    "isolated": ("slowest_us", "median_us"),
+    "paced": ("slowest_us", "median_us"),
+    "load": ("slowest_us", "median_us", "behind_slowest_us", "behind_median_us"),
+    "fence_released": ("slowest_us", "done_us"),
+}
 
 
 def plan(num_sms: int, quick: bool = False) -> list[Setting]:
@@ -58,6 +64,9 @@ def _of_store(store: str, num_sms: int, quick: bool) -> Iterator[Setting]:
             for traffic in ("all_to_all", "local"):
                 yield Setting("gap", store, traffic, num_sms, TILE_BYTES, bursts, gap_us)
             yield Setting("fence", store, "all_to_all", num_sms, TILE_BYTES, bursts, gap_us, flags=int(Flags.FENCE))
+        for traffic in ("all_to_all", "local"):
+            together = each | int(Flags.FENCE)
+            yield Setting("fence_released", store, traffic, num_sms, TILE_BYTES, 13, gap_us, flags=together)
     for traffic in ("all_to_all", "one_sender", "local"):
         for nbytes in ISOLATED_BYTES:
             yield Setting("isolated", store, traffic, num_sms, nbytes, 13, RECOVERY_US, flags=each)
@@ -138,11 +147,10 @@ def line(setting: Setting, ranks: list[list[list[Launch]]]) -> dict[str, Any]:
     }
     if setting.experiment == "waves":
         point["slowest_us"] = _rounded(x.block_us for x in every)
-    if setting.experiment in _RELEASED:
-        fields = ["slowest_us", "median_us"]
-        fields += ["behind_slowest_us", "behind_median_us"] if setting.experiment == "load" else []
-        for name in fields:
-            point[name] = _rounded(value for x in every for value in getattr(x, name)[1:])
+    if setting.experiment in ("gap", "fence"):
+        point["steady_us"] = _rounded(max(x.steady_us for x in launches) for launches in rounds)
+    for name in _RELEASED.get(setting.experiment, ()):
+        point[name] = _rounded(value for x in every for value in getattr(x, name)[1:])
     return point
 
 

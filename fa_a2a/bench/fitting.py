@@ -75,7 +75,13 @@ def explain(found: Calibration) -> str:
         lines.append(f"  one rank sending: {found.one_sender_gb_s} GB/s")
     for name, store in found.stores.items():
         lines.append(f"  {name}: R {store.rate_gb_s} GB/s, T0 {store.issue_us} us, Q {store.capacity}")
-        for law, points in (("max(T0 + G, V/R)", store.max_law), ("G + V/R, with a fence", store.coupled_law)):
+        laws = (
+            ("max(T0 + G, V/R), whole launches", store.max_law),
+            ("max(T0 + G, V/R), while all blocks run", store.steady_law),
+            ("G + V/R, with a fence, bursts released together", store.coupled_law),
+            ("G + V/R, with a fence, blocks on their own", store.free_law),
+        )
+        for law, points in laws:
             if points:
                 worst = max(points, key=lambda point: abs(point.residual))
                 mean = statistics.mean(abs(point.residual) for point in points)
@@ -83,6 +89,15 @@ def explain(found: Calibration) -> str:
                     f"    period against {law}: {worst.residual:+.1%} at worst (gap {worst.gap_us:.1f} us), "
                     f"{mean:.1%} on average"
                 )
+        if store.completed:
+            done, local, above = (
+                statistics.mean(getattr(p, name) for p in store.completed)
+                for name in ("done_us", "local_us", "above_local_us")
+            )
+            lines.append(
+                f"    released burst and fence, slowest block: {done:.2f} us, local control {local:.2f}; "
+                f"whole launches: {above:.2f} above the local control"
+            )
         bursts = (f"{p.volume_bytes / run.num_sms / 1024:g} KiB {p.issue_us.value:.2f}" for p in store.isolated)
         lines.append(f"    isolated, slowest block, us: {', '.join(bursts)}")
         lines.append(f"    local control:               {', '.join(f'{p.local_us:.2f}' for p in store.isolated)}")

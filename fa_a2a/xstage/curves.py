@@ -43,6 +43,8 @@ class Period:
     gap_us: float
     """As measured: the pause, and the loop's own overhead."""
     period_us: tuple[float, ...]
+    block_issue_us: tuple[float, ...]
+    """Issue time of the same bursts by the blocks' own clocks, mean of all blocks."""
 
     @property
     def median_us(self) -> float:
@@ -70,7 +72,9 @@ def periods(samples: Iterable[Sample]) -> list[Period]:
         values = tuple((b - a) / steps for a, b in zip(few.total_us, many.total_us, strict=True))
         if statistics.median(values) <= 0:
             raise bad("more bursts must take longer", f"{values} us a burst at {setting}", "record the point again")
-        found.append(Period(many, statistics.median(many.gap_measured_us), values))
+        sums = ([s.bursts * value for value in s.issue_us] for s in (few, many))
+        issue = tuple((b - a) / steps for a, b in zip(*sums, strict=True))
+        found.append(Period(many, statistics.median(many.gap_measured_us), values, issue))
     return sorted(found, key=lambda p: (p.sample.volume_bytes, p.sample.num_ctas, p.gap_us))
 
 
@@ -96,6 +100,38 @@ def isolated(run: Run, store: str, traffic: str = "all_to_all") -> list[Isolated
         local_us = statistics.median(slowest(control[0]))
         found.append(Isolated(sample.volume_bytes, estimate(remote_us), local_us))
     return sorted(found, key=lambda point: point.volume_bytes)
+
+
+@dataclass(frozen=True)
+class Completed:
+    """Bursts that all blocks start together, each until its bytes have arrived. The wait for the common start, the
+    barrier's own time, is in none of these numbers."""
+
+    gap_us: float
+    """As asked for."""
+    done_us: float
+    """From a block's start to the end of its fence: the slowest block's, mean of all bursts."""
+    local_us: float
+    """The same of the local control."""
+    above_local_us: float
+    """What a burst adds to the whole launch's time beyond the local control, whose barrier takes as long: checks the
+    two before by a clock outside of the kernel, to a tick of the barrier's clock (1 us at most)."""
+
+
+def completed(run: Run, store: str, bytes_per_cta: int) -> list[Completed]:
+    """By gap, with all SMs. ProfileError where a gap has no local control."""
+    found = []
+    setting = {"store": store, "num_ctas": run.num_sms, "bytes_per_cta": bytes_per_cta}
+    for sample in run.select("fence_released", traffic="all_to_all", **setting):
+        same = {"bursts": sample.bursts, "gap_us": sample.gap_us}
+        control = run.select("fence_released", traffic="local", **setting, **same)
+        if not control:
+            what = f"{store}, gap {sample.gap_us:g} us"
+            raise bad("each released burst with a fence needs its local control", what, "calibrate again")
+        done, local = (statistics.mean(slowest(s, "done_us")) for s in (sample, control[0]))
+        remote_us, local_us = (statistics.median(s.total_us) for s in (sample, control[0]))
+        found.append(Completed(sample.gap_us, done, local, (remote_us - local_us) / sample.bursts))
+    return sorted(found, key=lambda point: point.gap_us)
 
 
 def slowest(sample: Sample, field: str = "slowest_us") -> tuple[float, ...]:

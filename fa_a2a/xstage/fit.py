@@ -2,21 +2,53 @@
 model's laws hold there. Pure Python.
 
 R    zero-gap periods of all SMs, all ranks sending, over the volumes and both kinds of store: least squares through 0
-T0   mean issue time of all bursts of all blocks, where the gap is past recovery
+T0   mean issue time of all blocks where the gap is past recovery, without a launch's first bursts: all blocks start
+     those at once, into each other's way, whatever the gap
 Q    V - R*T of the slowest block of isolated bursts. Each is a lower bound, and equal to Q once the burst has stalled:
      low is the smallest of the stalled bursts, high the largest of all, each at the end of R's and T's ranges; without
      a stall Q is "at least" the largest
 Periods come from totals of whole launches, timed from outside: service is uneven, and medians over blocks flatter the
 path. So the max law is checked against a clock that T0 does not come from.
+
+The figures below are of 2x H200, 132 blocks of 32 KiB, V/R = 11.8 us, st (bulk is alike).
+
+max(T0 + G, V/R) is checked twice. Whole launches exceed it below the knee, by 10 % at worst, with 40 bursts as with
+160 (13.2 and 13.1 us at gap 8.5). That is the end of the launch: each block has as many bursts, the path serves blocks
+unevenly, and when the well served have left, the others, held to T0 + G each, cannot fill it. For the mean block's
+gap and issue time are 11.3 us together there, less than V/R; and as no block does a burst in less than T0 + G = 9.1 us,
+also after the first has left, all together had a period of at most 9.1^2 / (2 * 9.1 - 11.3) = 12.0 us until then, 2 %
+above V/R. So the period while all run is recorded too (`steady_law`). The whole launch's stays: a kernel with a fixed
+share of work for each block pays it.
+
+G + V/R, a fence behind each burst, is a law of waves: a fence waits for V only if all blocks store at once, so the
+bursts are released together. The period is the gap and the slowest block's issue time and fence, mean of all bursts:
+the barrier's own time is no part of the law. Blocks that run on their own (`free_law`) start together and drift
+apart, and each fence then waits for its own block's bytes and few others. Mean issue time + what else the period
+leaves beside the gap, the fence, in bursts 1 to 40 of a launch and in bursts 41 to 160: 3.8 + 8.4 and 3.6 + 8.5 us at
+gap 0.6; 3.2 + 7.9 and 2.4 + 7.7 at gap 8.6; 2.1 + 6.5 and 1.5 + 4.9 at gap 20.6. In step neither could depend on the
+gap or on the burst: each would find the path empty, and take the 5.3 us to issue that isolated bursts take on average.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import get_args
 
 from . import burst_gap as bg
-from .curves import Estimate, Isolated, Period, estimate, isolated, periods, remote_minus_local, slowest
+from .curves import (
+    Completed,
+    Estimate,
+    Isolated,
+    Period,
+    completed,
+    estimate,
+    isolated,
+    periods,
+    remote_minus_local,
+    slowest,
+)
 from .platform import AttentionSpeed, Capacity, PlatformProfile, StoreKind, StoreName
 from .samples import Run, bad
 
@@ -49,7 +81,14 @@ class StoreFit:
     isolated: tuple[Isolated, ...]
     capacity: Capacity
     max_law: tuple[LawPoint, ...]
+    """Of whole launches."""
+    steady_law: tuple[LawPoint, ...]
+    """The max law, of the time while all blocks run; empty for older samples."""
+    completed: tuple[Completed, ...]
     coupled_law: tuple[LawPoint, ...]
+    """Of bursts released together; empty for older samples."""
+    free_law: tuple[LawPoint, ...]
+    """The same of blocks that run on their own, and break it."""
     drift_us: float | None
     blocked_load_us: float | None
     paced_us: dict[tuple[int, float], float] = field(default_factory=dict)
@@ -120,25 +159,19 @@ def _store(run: Run, store: StoreName, own_rate: Estimate, rate: Estimate) -> St
     if not recovered:
         rule = f"the gap sweep must go past recovery, to {RECOVERED * drain_us:.1f} us or more"
         raise bad(rule, f"{max(p.gap_us for p in sweep):.1f} us", "add longer gaps")
-    floor = estimate([value for p in recovered for value in p.sample.issue_us])
+    floor = estimate([value for p in recovered for value in p.block_issue_us])
     if floor.low <= 0:
         raise bad("issue times must be positive", f"{floor} us at gaps past recovery", "record the sweep again")
-    law = tuple(
-        LawPoint(
-            p.gap_us,
-            p.median_us,
-            bg.period_us(volume_bytes=volume_bytes, rate_gb_s=rate_gb_s, floor_us=floor.value, gap_us=p.gap_us),
-        )
-        for p in sweep
-    )
-    coupled = tuple(
-        LawPoint(
-            p.gap_us,
-            p.median_us,
-            bg.completion_coupled_period_us(volume_bytes=p.sample.volume_bytes, rate_gb_s=rate_gb_s, gap_us=p.gap_us),
-        )
-        for p in _sweep(run, store, "fence")
-    )
+
+    def largest(gap_us: float) -> float:
+        return bg.period_us(volume_bytes=volume_bytes, rate_gb_s=rate_gb_s, floor_us=floor.value, gap_us=gap_us)
+
+    def coupled(gap_us: float) -> float:
+        return bg.completion_coupled_period_us(volume_bytes=volume_bytes, rate_gb_s=rate_gb_s, gap_us=gap_us)
+
+    steady = [(p.gap_us, statistics.median(p.sample.steady_us)) for p in sweep if p.sample.steady_us]
+    waves = completed(run, store, sweep[0].sample.bytes_per_cta)
+    free = [p for p in _sweep(run, store, "fence") if p.sample.volume_bytes == volume_bytes]
     bursts = isolated(run, store)
     return StoreFit(
         store=store,
@@ -146,12 +179,20 @@ def _store(run: Run, store: StoreName, own_rate: Estimate, rate: Estimate) -> St
         issue_us=floor,
         isolated=tuple(bursts),
         capacity=capacity(bursts, rate),
-        max_law=law,
-        coupled_law=coupled,
+        max_law=_law([(p.gap_us, p.median_us) for p in sweep], largest),
+        steady_law=_law(steady, largest),
+        completed=tuple(waves),
+        coupled_law=_law([(p.gap_us, p.gap_us + p.done_us) for p in waves], coupled),
+        free_law=_law([(p.gap_us, p.median_us) for p in free], coupled),
         drift_us=_drift(run, store),
         blocked_load_us=_blocked_load(run, store),
         paced_us=_paced(run, store),
     )
+
+
+def _law(points: Iterable[tuple[float, float]], predict: Callable[[float], float]) -> tuple[LawPoint, ...]:
+    """From (gap, measured period) each."""
+    return tuple(LawPoint(gap_us, measured_us, predict(gap_us)) for gap_us, measured_us in points)
 
 
 def _sweep(run: Run, store: StoreName, experiment: str) -> list[Period]:

@@ -15,7 +15,7 @@ from ..errors import ProfileError
 from .platform import StoreName
 
 KIND = "calibrate"
-EXPERIMENTS = ("zero_gap", "gap", "fence", "isolated", "load", "paced", "waves")
+EXPERIMENTS = ("zero_gap", "gap", "fence", "fence_released", "isolated", "load", "paced", "waves")
 TRAFFIC = ("all_to_all", "one_sender", "local")
 RATES_GB_S = (5.0, 20000.0)
 """A zero-gap rate outside of this is no link's: the times are in another unit."""
@@ -24,7 +24,7 @@ _RUN_KEYS = ("kind", "device", "world_size", "num_sms", "date", "versions")
 _OTHER_KEYS = ("git", "content_hash")
 _COUNTS = ("num_ctas", "bytes_per_cta", "bursts", "slices")
 _LISTS = ("total_us", "gap_measured_us", "issue_us")
-_OPTIONAL_LISTS = ("slowest_us", "median_us", "behind_slowest_us", "behind_median_us")
+_OPTIONAL_LISTS = ("slowest_us", "median_us", "behind_slowest_us", "behind_median_us", "done_us", "steady_us")
 
 
 def bad(rule: str, got: object, way_out: str) -> ProfileError:
@@ -34,9 +34,12 @@ def bad(rule: str, got: object, way_out: str) -> ProfileError:
 @dataclass(frozen=True)
 class Sample:
     """One point. The lists of a round each: `total_us` the whole launch on the slowest rank, `gap_measured_us` a
-    burst's gap with the loop's own overhead, `issue_us` the mean of all blocks. The lists of a burst and rank each
-    (of released bursts only; "waves": of a launch and rank): slowest and median block's issue time, and its wait
-    behind the burst."""
+    burst's gap with the loop's own overhead (and the barrier's, where bursts are released), `issue_us` the mean of all
+    blocks, `steady_us` the period while all blocks run on the slowest rank ("gap" and "fence"; older lines lack it).
+    The lists of a burst and rank each (of released bursts only; "waves": of a launch and rank): slowest and median
+    block's issue time, and its wait behind the burst; `done_us` the slowest block's issue time and wait together.
+
+    "fence" is of blocks that run on their own, "fence_released" of blocks that start each burst together."""
 
     experiment: str
     store: StoreName
@@ -54,6 +57,8 @@ class Sample:
     median_us: tuple[float, ...] = ()
     behind_slowest_us: tuple[float, ...] = ()
     behind_median_us: tuple[float, ...] = ()
+    done_us: tuple[float, ...] = ()
+    steady_us: tuple[float, ...] = ()
 
     @property
     def volume_bytes(self) -> int:
@@ -137,8 +142,9 @@ def _sample(line: Mapping[str, Any]) -> Sample:
 
 
 def _plausible(sample: Sample) -> None:
-    if len({len(getattr(sample, key)) for key in _LISTS}) > 1:
-        raise bad(f"{', '.join(_LISTS)} must have one entry a round", sample.experiment, "record the point again")
+    of_rounds = (*_LISTS, "steady_us") if sample.steady_us else _LISTS
+    if len({len(getattr(sample, key)) for key in of_rounds}) > 1:
+        raise bad(f"{', '.join(of_rounds)} must have one entry a round", sample.experiment, "record the point again")
     if sample.experiment == "zero_gap" and sample.traffic != "local":
         rate = sample.volume_bytes * sample.bursts / max(sample.total_us) / 1e3
         if not RATES_GB_S[0] <= rate <= RATES_GB_S[1]:

@@ -12,6 +12,7 @@ GAPS = (0, 1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 30)
 RATE, ONE_SENDER = 354.0, 372.0
 FLOORS = {"st": 0.56, "bulk": 0.75}
 CAPACITIES = {"st": 1.5 * MIB, "bulk": 0.6 * MIB}
+BARRIER, LOCAL_DONE = 5.0, 1.2
 DRIFT, BLOCKED = {"st": 2.2, "bulk": 3.0}, {"st": 0.7, "bulk": 5.1}
 
 
@@ -54,9 +55,11 @@ def make(seed=0, noise=0.01, rounds=7, date="2026-01-01T00:00:00Z", capacities=C
                     add("zero_gap", store, traffic, bursts, 0, drain - 0.05, ctas, size)
             for gap in GAPS:
                 law = {"volume_bytes": SMS * TILE, "rate_gb_s": rate, "gap_us": gap}
-                add("gap", store, "all_to_all", bursts, gap, bg.period_us(**law, floor_us=floor))
-                add("gap", store, "local", bursts, gap, floor * 0.8 + gap)
-                add("fence", store, "all_to_all", bursts, gap, bg.completion_coupled_period_us(**law))
+                period = bg.period_us(**law, floor_us=floor)
+                add("gap", store, "all_to_all", bursts, gap, period, steady_us=[period] * rounds)
+                add("gap", store, "local", bursts, gap, floor * 0.8 + gap, steady_us=[floor * 0.8 + gap] * rounds)
+                spread = gap + SMS * TILE / rate / 1e3 / (1 + gap / 20)  # blocks on their own: out of step
+                add("fence", store, "all_to_all", bursts, gap, spread)
         for size in (n * KIB for n in (8, 16, 32, 64, 128)):
             local = floor * size / TILE * 0.8
             q = capacities[store]
@@ -76,4 +79,9 @@ def make(seed=0, noise=0.01, rounds=7, date="2026-01-01T00:00:00Z", capacities=C
             for bursts in (1, 3):
                 waves = [jitter(bursts * 0.7 + remote * (8 + (bursts - 1) * DRIFT[store])) for _ in range(24)]
                 add("waves", store, traffic, bursts, 50, 58, slowest_us=waves)
+    for store in FLOORS:
+        for gap in GAPS:
+            for traffic, done in (("all_to_all", SMS * TILE / rate / 1e3), ("local", LOCAL_DONE)):
+                waves = [jitter(done) for _ in range(24)]
+                add("fence_released", store, traffic, 13, gap, gap + BARRIER + done, slowest_us=waves, done_us=waves)
     return lines

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from calibration_lines import CAPACITIES, FLOORS, RATE, make
 
 from fa_a2a.bench import fitting
-from fa_a2a.bench.bursts import Launch
+from fa_a2a.bench.bursts import Launch, steady_us
 from fa_a2a.bench.calibrate import line, plan, rank_count
 from fa_a2a.cli import main
 from fa_a2a.errors import ConfigurationError, ProfileError
@@ -76,7 +77,7 @@ def ideal(setting, draw):
     remote = setting.traffic != "local"
     if not remote:
         period = floor + setting.gap_us
-    elif setting.experiment == "fence":
+    elif setting.experiment in ("fence", "fence_released"):
         period = bg.completion_coupled_period_us(**law)
     elif setting.experiment == "load":
         behind = 5.0
@@ -89,10 +90,12 @@ def ideal(setting, draw):
         total_us=8 + setting.bursts * period * draw.uniform(0.995, 1.005),
         gap_us=setting.gap_us,
         issue_us=sum(noisy) / len(noisy),
+        steady_us=period * draw.uniform(0.995, 1.005),
         slowest_us=noisy,
         median_us=noisy,
         behind_slowest_us=[behind] * setting.bursts,
         behind_median_us=[behind] * setting.bursts,
+        done_us=noisy,
         block_us=sum(noisy),
     )
 
@@ -120,7 +123,10 @@ def test_planned_launches_become_lines_that_can_be_fitted(quick):
         assert store.drift_us is not None
         assert store.blocked_load_us == pytest.approx(5, rel=0.01)
         assert len(store.paced_us) == 4
-        assert max(abs(p.residual) for p in (*store.max_law, *store.coupled_law)) < 0.03
+        gaps = {s.gap_us for s in plan(132, quick) if s.experiment == "gap"}
+        for law in (store.max_law, store.steady_law, store.coupled_law, store.free_law):
+            assert {p.gap_us for p in law} == gaps
+            assert max(abs(p.residual) for p in law) < 0.03
 
 
 def test_total_is_the_slowest_ranks():
@@ -128,6 +134,18 @@ def test_total_is_the_slowest_ranks():
     setting = next(s for s in plan(132) if s.experiment == "gap")
     launches = [ideal(setting, draw) for _ in range(4)]
     assert line(setting, [[[x]] for x in launches])["total_us"] == [round(max(x.total_us for x in launches), 3)]
+
+
+def test_steady_period_is_of_the_time_while_all_blocks_run():
+    assert steady_us(torch.full((160, 132), 12.0).double()) == pytest.approx(12)
+    fast, slow = torch.full((160, 60), 9.0).double(), torch.full((160, 72), 15.0).double()
+    together = 132 / (60 / 9 + 72 / 15)
+    assert steady_us(torch.cat((fast, slow), 1)) == pytest.approx(together)
+    slow[100:] = 9.0  # once the fast have left, from 1440 us on
+    assert steady_us(torch.cat((fast, slow), 1)) == pytest.approx(together)
+    slow[:2] = 40.0  # the first bursts do not count
+    assert steady_us(torch.cat((fast, slow), 1)) == pytest.approx(together)
+    assert steady_us(fast[:1]) == pytest.approx(9)
 
 
 def test_what_was_just_measured_is_told_from_what_the_file_held_before():
@@ -183,8 +201,6 @@ def test_samples_to_profile_and_plot(samples, tmp_path):
 
 
 def test_calibrate_says_what_is_wrong(samples, tmp_path, refusal):
-    import torch
-
     if not torch.cuda.is_available():
         assert "give --samples FILE" in refusal("calibrate")
     assert "no such samples file: none.jsonl" in refusal("calibrate", "--samples", "none.jsonl")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from calibration_lines import BLOCKED, CAPACITIES, DRIFT, FLOORS, MIB, ONE_SENDER, RATE, make
+from calibration_lines import BLOCKED, CAPACITIES, DRIFT, FLOORS, LOCAL_DONE, MIB, ONE_SENDER, RATE, make
 
 from fa_a2a.bench.fitting import explain
 from fa_a2a.errors import ProfileError
@@ -41,9 +41,12 @@ def test_parameters_are_recovered_within_their_ranges(seed):
         assert store.blocked_load_us == pytest.approx(BLOCKED[name], abs=0.2)
         assert store.paced_us[1, 0.0] == pytest.approx(8, rel=0.05)
         assert store.paced_us[16, 1.0] == pytest.approx(0.4, abs=0.1)
-        for law in (store.max_law, store.coupled_law):
+        for law in (store.max_law, store.steady_law, store.coupled_law):
             assert len(law) == 12
             assert max(abs(point.residual) for point in law) < 0.05
+        for point in store.completed:
+            assert point.done_us - point.local_us == pytest.approx(point.above_local_us, abs=0.8)
+            assert point.local_us == pytest.approx(LOCAL_DONE, rel=0.02)
 
 
 def test_noise_widens_the_ranges():
@@ -61,6 +64,53 @@ def test_a_machine_that_breaks_the_law_shows_it():
             line["total_us"] = fences[line["store"], line["bursts"], line["gap_us"]]["total_us"]
     (worst, *_) = sorted((p.residual for p in one(lines).stores["st"].max_law), reverse=True)
     assert worst > 0.5
+
+
+def test_blocks_out_of_step_break_the_coupled_law_and_released_ones_do_not():
+    for store in one(make()).stores.values():
+        worst = min(store.free_law, key=lambda point: point.residual)
+        assert worst.residual < -0.1
+        assert worst.gap_us > 10
+        assert max(abs(point.residual) for point in store.coupled_law) < 0.02
+
+
+def test_a_launch_that_ends_with_few_blocks_is_told_from_a_slow_path():
+    lines = [
+        line | {"total_us": [us * 1.1 for us in line["total_us"]]}
+        if line["experiment"] == "gap" and line["traffic"] == "all_to_all" and line["gap_us"] == 8
+        else line
+        for line in make()
+    ]
+    for store in one(lines).stores.values():
+        for law, residual in ((store.max_law, 0.1), (store.steady_law, 0.0)):
+            assert next(p for p in law if p.gap_us == 8).residual == pytest.approx(residual, abs=0.02)
+
+
+def test_the_floor_leaves_out_what_the_first_bursts_cost():
+    lines = [
+        line | {"issue_us": [us + 8 / line["bursts"] for us in line["issue_us"]]}
+        if line["experiment"] == "gap"
+        else line
+        for line in make()
+    ]
+    for name, store in one(lines).stores.items():
+        assert store.issue_us.value == pytest.approx(FLOORS[name], rel=0.02)
+
+
+def test_older_samples_say_what_they_hold():
+    """Without released bursts with a fence, and without the time while all blocks run."""
+    lines = [
+        {key: value for key, value in line.items() if key != "steady_us"}
+        for line in make()
+        if line["experiment"] != "fence_released"
+    ]
+    found = one(lines)
+    for store in found.stores.values():
+        assert (store.steady_law, store.coupled_law, store.completed) == ((), (), ())
+        assert len(store.max_law) == len(store.free_law) == 12
+    text = explain(found)
+    assert "blocks on their own" in text
+    assert "released together" not in text
 
 
 def test_without_a_knee_the_capacity_is_at_least(tmp_path):
@@ -99,7 +149,10 @@ def test_the_fit_is_the_same_every_time():
 
 def test_the_report_names_every_number():
     text = explain(one(make()))
-    for words in ("one rank sending", "T0 0.5", "max(T0 + G, V/R)", "with a fence", "32 KiB", "16 slices 1 us apart"):
+    for words in (
+        *("one rank sending", "T0 0.5", "max(T0 + G, V/R)", "while all blocks run", "released together"),
+        *("blocks on their own", "local control 1.2", "32 KiB", "16 slices 1 us apart"),
+    ):
         assert words in text
 
 
@@ -124,6 +177,8 @@ INSUFFICIENT = [
     (lambda: [x for x in make() if x["experiment"] != "gap" or x["gap_us"] <= 12], "past recovery.*longer gaps"),
     (lambda: without("isolated"), "isolated bursts"),
     (lambda: without("isolated", traffic="local"), "local control"),
+    (lambda: without("fence_released", traffic="local"), "burst with a fence needs its local control"),
+    (lambda: changed("fence_released", done_us=[]), "slowest block.*without done_us"),
     (lambda: without("gap", bursts=40), "two numbers of bursts"),
     (lambda: without("load", traffic="local"), "load needs traffic local"),
     (lambda: without("waves", bursts=1), "launches of one burst"),
@@ -160,6 +215,7 @@ MALFORMED = [
     ({"total_us": [float("nan")] * 7}, "total_us must be finite"),
     ({"total_us": ["1"] * 7}, "total_us must be finite"),
     ({"total_us": [1.0] * 3}, "one entry a round"),
+    ({"steady_us": [1.0] * 3}, "steady_us must have one entry a round"),
     ({"total_us": [0.25] * 7}, r"5 to 20000 GB/s.*give total_us in us"),  # in ms
     ({"total_us": [2.5e5] * 7}, r"5 to 20000 GB/s"),  # in ns
 ]
