@@ -178,7 +178,8 @@ class Workspace:
         """Calls alternate scatter, attention; anything else would overwrite what a peer still reads."""
         if step != self.turn:
             raise WorkspaceError(
-                f"calls on a workspace alternate scatter_heads and attention_gather; got {step}, due was {self.turn}"
+                f"calls on a workspace alternate scatter_heads and attention_gather; got {step}, due was {self.turn}; "
+                "finish each scatter_heads with attention_gather, or after an error call fa_a2a.close(group) on every rank"
             )
 
     def take_turn(self, step: str) -> None:

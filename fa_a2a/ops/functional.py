@@ -31,6 +31,9 @@ class HeadShards:
     _plan: Plan
     _call: object  # the workspace's call that holds them; the workspace itself for tensors that no call holds
 
+    def __repr__(self) -> str:
+        return f"HeadShards({self._plan.shape}, kernel={self._plan.kernel!r}, exchange={self._plan.exchange!r})"
+
     @classmethod
     def from_tensors(
         cls,
@@ -191,8 +194,8 @@ def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tens
     workspace = group.workspace
     if workspace is None or not (shards._call is workspace or shards._call is workspace.call):
         raise WorkspaceError(
-            "these HeadShards belong to an earlier call or a closed workspace; calls on a workspace alternate "
-            "scatter_heads and attention_gather"
+            "these HeadShards were used already, or belong to an earlier call or a closed workspace; calls on a "
+            "workspace alternate: one attention_gather for each scatter_heads"
         )
     workspace.check(seconds)
     if shards._call is workspace:

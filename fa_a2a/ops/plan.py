@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -66,9 +66,9 @@ class Plan:
     exchange: str
     reason: str
     shape: ExchangeShape
-    request: Request
-    fingerprint: int
-    adapter: AttentionKernel
+    request: Request = field(repr=False)
+    fingerprint: int = field(repr=False)
+    adapter: AttentionKernel = field(repr=False)
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
