@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from pathlib import Path
 
-from .bench import pace_options, sweep_options
+from .bench import checks, interrupt, pace_options, sweep_options, tools
 from .errors import ConfigurationError, FaA2AError
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Exit code; what is wrong is said in one line. 130 and 143 after Ctrl-C and SIGTERM, as shells have it."""
+    with interrupt.raising():
+        try:
+            arguments = _parser().parse_args(argv)
+            code = int(globals()[f"_{arguments.command}"](arguments))
+            sys.stdout.flush()
+            return code
+        except FaA2AError as error:
+            return _say(str(error), 1)
+        except KeyboardInterrupt:
+            return _say("interrupted", 128 + signal.SIGINT)
+        except interrupt.Terminated:
+            return _say("interrupted", 128 + signal.SIGTERM)
+        except BrokenPipeError:  # the reader has left, as head does; nor may Python's last flush complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 128 + signal.SIGPIPE
+
+
+def _say(text: str, code: int) -> int:
+    print(f"fa-a2a: {text}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fa-a2a", description="attention with the all-to-all inside")
     commands = parser.add_subparsers(dest="command", required=True)
     sweep_options.add(
@@ -35,12 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     litmus.add_argument("--rounds", type=int, default=20000)
     litmus.add_argument("--out", type=Path, default=Path("fa_a2a_results/litmus.jsonl"))
     commands.add_parser("doctor", help="what this machine offers, and which path 'auto' takes")
-    arguments = parser.parse_args(argv)
-    try:
-        return int(globals()[f"_{arguments.command}"](arguments))
-    except FaA2AError as error:
-        print(f"fa-a2a: {error}", file=sys.stderr)
-        return 1
+    return parser
 
 
 def _numbers(text: str) -> list[int]:
@@ -114,6 +135,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         ranks = calibrate.rank_count(arguments.ranks)
         if arguments.rounds < 1:
             raise ConfigurationError(f"--rounds must be at least 1, got {arguments.rounds}")
+        checks.appendable(arguments.out)
+        checks.writable(arguments.profile_out, "--profile-out")
+        checks.writable(arguments.plot, "--plot")
         launch.run(calibrate.body, ranks, "cuda", arguments.rounds, arguments.quick, arguments.out)
         if not launch.is_main():
             return 0
@@ -152,8 +176,9 @@ def _exchange(arguments: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ConfigurationError("exchange measures the path between GPUs, and torch sees none")
-    cases = exchange.cases(arguments)
-    for count in main.rank_counts(arguments.ranks, "cuda"):
+    rows = main.rows_by_ranks(exchange.cases(arguments), main.rank_counts(arguments.ranks, "cuda"), chosen_heads=True)
+    checks.appendable(arguments.out)
+    for count, cases in rows.items():
         launch.run(exchange.body, count, "cuda", cases, arguments.out)
     return 0
 
@@ -165,48 +190,17 @@ def _pace(arguments: argparse.Namespace) -> int:
 def _litmus(arguments: argparse.Namespace) -> int:
     from .bench import launch, litmus
 
+    checks.appendable(arguments.out)
     launch.run(litmus.body, 2, "cuda", arguments.rounds, arguments.out)
     return 0
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from . import plot
-    from .bench.record import read
-
-    missing = [str(path) for path in arguments.results if not path.is_file()]
-    if missing:
-        raise ConfigurationError(f"no such results file: {', '.join(missing)}")
-    lines = [line for path in arguments.results for line in read(path)]
-    for path in plot.draw(lines, arguments.out):
-        print(path)
-    if arguments.readme is not None:
-        from .bench.readme import fill
-
-        arguments.readme.write_text(fill(arguments.readme.read_text(), lines))
-        print(arguments.readme)
-    return 0
+    return tools.plot(arguments)
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    import torch
-
-    arch = arguments.arch
-    if arch is None:
-        if not torch.cuda.is_available():
-            raise ConfigurationError("no GPU to compile for is visible; name one with --arch sm_90a or --arch sm_100a")
-        arch = "sm_{}{}a".format(*torch.cuda.get_device_capability())
-    num_sms = arguments.num_sms
-    if num_sms is None:
-        if torch.cuda.is_available():
-            num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        else:
-            num_sms = {"sm_90a": 132, "sm_100a": 148}.get(arch, 132)
-    try:
-        from fa4_a2a.build import build_all
-    except ImportError as error:
-        raise ConfigurationError(f"the CuTe DSL is not installed ({error}); pip install 'fa_a2a[cu13]'") from error
-    build_all(arch, num_sms, report=lambda built: print(f"{built.seconds:6.1f} s  {built.name}", flush=True))
-    return 0
+    return tools.build(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

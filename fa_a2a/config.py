@@ -26,7 +26,10 @@ VARIABLES = (
     Variable("FA_A2A_REVISION", "", "git revision for results measured outside a checkout"),
     Variable("FA_A2A_REQUIRE", "", "test tiers (compile, gpu, multigpu) whose skips become failures, comma-separated"),
 )
+TIERS = ("compile", "gpu", "multigpu")
 _DEFAULTS = {v.name: v.default for v in VARIABLES}
+_NUMBERS = ("FA_A2A_TIMEOUT_S", "FA_A2A_COMPILE_TIMEOUT_S", "FA_A2A_ARENA_MIB")
+_OFF, _ON = ("0", "false", "no"), ("1", "true", "yes")
 
 
 def read(name: str) -> str:
@@ -47,7 +50,40 @@ def read_number(name: str) -> float:
 
 
 def debug() -> bool:
-    return read("FA_A2A_DEBUG") not in ("0", "false", "no")
+    return read("FA_A2A_DEBUG") not in _OFF
+
+
+def required_tiers() -> list[str]:
+    """Test tiers that FA_A2A_REQUIRE names. Raises ConfigurationError for one that there is not."""
+    tiers = [tier for tier in read("FA_A2A_REQUIRE").split(",") if tier]
+    if unknown := [tier for tier in tiers if tier not in TIERS]:
+        raise ConfigurationError(f"FA_A2A_REQUIRE names tiers among {', '.join(TIERS)}, got {unknown[0]!r}")
+    return tiers
+
+
+def check() -> None:
+    """Raises ConfigurationError for a variable that is not the number it must be: before ranks start, not in each."""
+    for name in _NUMBERS:
+        read_number(name)
+
+
+def problem(name: str) -> str | None:
+    """What is wrong with the variable's value, or None."""
+    try:
+        if name in _NUMBERS:
+            read_number(name)
+        elif name == "FA_A2A_REQUIRE":
+            required_tiers()
+    except ConfigurationError as error:
+        return str(error)
+    if name == "FA_A2A_DEBUG" and read(name).lower() not in _OFF + _ON:
+        return f"{name} must be 0 or 1, got {read(name)!r}, which counts as 1"
+    return None
+
+
+def unknown() -> list[str]:
+    """Variables of the environment that look like ours and are not."""
+    return sorted(name for name in os.environ if name.startswith("FA_A2A_") and name not in _DEFAULTS)
 
 
 def set_default(name: str, value: str) -> None:

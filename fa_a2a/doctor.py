@@ -27,7 +27,12 @@ def report() -> Iterator[str]:
     yield "cache: " + _cache()
     yield "environment:"
     for variable in config.VARIABLES:
-        yield f"  {variable.name}={config.read(variable.name)}  ({variable.meaning})"
+        trouble = config.problem(variable.name)
+        yield f"  {variable.name}={config.read(variable.name)}  ({variable.meaning})" + (
+            f"  WRONG: {trouble}" if trouble else ""
+        )
+    for name in config.unknown():
+        yield f"  {name}: WRONG: no such variable; it has no effect"
 
 
 def _gpus() -> Iterator[str]:

@@ -20,7 +20,10 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
 
     Only needed on ranks that belong to no group that calls attention, while others do: NVSHMEM starts on all ranks
     together. device: the current CUDA device by default. Raises UnsupportedError where the GPUs cannot share memory.
+    Without a GPU, or for a CPU device, there is nothing to start: it returns at once.
     """
+    if device.type == "cpu" if device is not None else not torch.cuda.is_available():
+        return
     from .comm.nvshmem import initialize as start
 
     where = torch.device("cuda", torch.cuda.current_device()) if device is None else device

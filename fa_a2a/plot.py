@@ -6,7 +6,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigurationError, UnsupportedError
+from .bench import plot_parts as parts
+from .bench.plot_parts import check as check
+from .errors import ConfigurationError
 from .xstage import burst_gap as bg
 from .xstage.curves import periods
 from .xstage.fit import Calibration, StoreFit, fit
@@ -14,17 +16,6 @@ from .xstage.samples import KIND as CALIBRATE
 from .xstage.samples import read_runs
 
 _MIB = 1024**2
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UnsupportedError("plots need matplotlib; pip install 'fa_a2a[plot]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
@@ -44,96 +35,73 @@ def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
     return list(paths.values())
 
 
-def _latest(lines: list[dict[str, Any]], *more: str) -> list[dict[str, Any]]:
-    """The last line of each configuration."""
-    key = ("device", "world_size", "batch", "seq_len", "num_heads", "head_dim", "dtype", *more)
-    return list({tuple(line[name] for name in key): line for line in lines}.values())
-
-
-def _one_device(lines: list[dict[str, Any]]) -> None:
-    devices = {line["device"] for line in lines}
-    if len(devices) != 1:
-        raise ConfigurationError(f"such a plot shows one device, got lines of {', '.join(sorted(devices)) or 'none'}")
-
-
-def _against_length(axis: Any, lines: list[dict[str, Any]]) -> None:
-    lengths = sorted({p["seq_len"] for p in lines})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [str(s) for s in lengths])
-    axis.minorticks_off()
-    axis.set_xlabel("sequence length")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
-
-
-def _finish(figure: Any, plt: Any, lines: list[dict[str, Any]], path: Path) -> None:
-    device = lines[0]["device"]
-    what = f"{device}, head_dim {lines[0]['head_dim']}, {lines[0]['dtype']}, {max(p['date'][:10] for p in lines)}"
-    if device == "CPU":
-        what += ": processes on one CPU, a check of correctness, not of speed"
-    figure.suptitle(what, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def sweep(lines: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over serial and E_res against sequence length, one curve for each kernel, P and H. One device a plot."""
-    lines = _latest([line for line in lines if line.get("kind") == "sweep"], "kernel")
-    _one_device(lines)
-    plt = _pyplot()
+    """Speed-up over serial and E_res against sequence length, one curve for each kernel, P, H and whatever else of the
+    shapes differs. One device a plot."""
+    values = ("speedup_sender", "speedup_ready", "e_res_sender_us", "e_res_ready_us")
+    lines = parts.latest(lines, "sweep", ("kernel",), values)
+    labels, _ = parts.details(lines)
+    plt = parts.pyplot()
     curves = defaultdict(list)
     for line in lines:
-        curves[line["kernel"], line["world_size"], line["num_heads"]].append(line)
+        curves[line["kernel"], line["world_size"], line["num_heads"], parts.detail_key(line)].append(line)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for index, ((kernel, ranks, heads), points) in enumerate(sorted(curves.items())):
+    for index, ((kernel, ranks, heads, details), points) in enumerate(sorted(curves.items())):
         points.sort(key=lambda line: line["seq_len"])
         lengths, color = [p["seq_len"] for p in points], f"C{index}"
-        label = f"{kernel}, P={ranks}, H={heads}"
+        label = f"{kernel}, P={ranks}, H={heads}{labels[details]}"
         left.plot(lengths, [p["speedup_sender"] for p in points], "o-", color=color, label=f"{label}, sender-visible")
         left.plot(lengths, [p["speedup_ready"] for p in points], "s--", color=color, label=f"{label}, ready")
         right.plot(lengths, [p["e_res_sender_us"] for p in points], "o-", color=color, label=label)
         right.plot(lengths, [p["e_res_ready_us"] for p in points], "s--", color=color)
+    right.plot([], [], "s--", color="gray", label="dashed: ready")
     left.axhline(1, color="gray", linewidth=0.8)
     right.axhline(0, color="gray", linewidth=0.8)
     left.set_ylabel("speed-up over attention, then all-to-all")
     right.set_ylabel("E_res = fused - attention alone (us)")
     for axis in (left, right):
-        _against_length(axis, lines)
-    _finish(figure, plt, lines, path)
+        parts.against_length(axis, lines)
+    parts.finish(figure, plt, lines, path)
 
 
 def layer(lines: list[dict[str, Any]], path: Path) -> None:
     """Ready time of a layer over attention alone against sequence length: a panel for each mode, a colour for each
-    method, a line style for each P and H. One device a plot."""
-    lines = _latest([line for line in lines if line.get("kind") == "layer"], "method", "mode")
-    _one_device(lines)
-    plt = _pyplot()
+    method, a line style for each shape but for the length. One device a plot."""
+    lines = parts.latest(lines, "layer", ("method", "mode"), ("vs_attention",))
     lines = [line for line in lines if line["method"] != "attention"]
+    if not lines:
+        raise ConfigurationError(
+            "a plot of layers shows methods beside attention, got attention alone; name other lines"
+        )
+    labels, _ = parts.details(lines)
+    plt = parts.pyplot()
     modes, methods = (sorted({line[name] for line in lines}) for name in ("mode", "method"))
-    shapes = sorted({(line["world_size"], line["num_heads"]) for line in lines})
+    shapes = sorted({_shape(line) for line in lines})
     figure, axes = plt.subplots(1, len(modes), figsize=(max(9, 5.5 * len(modes)), 4), squeeze=False)
     curves = defaultdict(list)
     for line in lines:
-        curves[line["mode"], line["method"], (line["world_size"], line["num_heads"])].append(line)
+        curves[line["mode"], line["method"], _shape(line)].append(line)
     for (mode, method, shape), points in sorted(curves.items()):
         points.sort(key=lambda line: line["seq_len"])
         style = {"color": f"C{methods.index(method)}", "linestyle": ("-", "--", ":", "-.")[shapes.index(shape) % 4]}
-        label = f"{method}, P={shape[0]}, H={shape[1]}"
+        label = f"{method}, P={shape[0]}, H={shape[1]}{labels[shape[2]]}"
         xs, ys = [p["seq_len"] for p in points], [p["vs_attention"] for p in points]
         axes[0][modes.index(mode)].plot(xs, ys, marker="o", label=label, **style)
     for mode, axis in zip(modes, axes[0], strict=True):
         axis.axhline(1, color="gray", linewidth=0.8)
         axis.set(title=mode, ylabel="layer until ready / attention alone")
-        _against_length(axis, [line for line in lines if line["mode"] == mode])
-    _finish(figure, plt, lines, path)
+        parts.against_length(axis, [line for line in lines if line["mode"] == mode])
+    parts.finish(figure, plt, lines, path)
+
+
+def _shape(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["world_size"], line["num_heads"], parts.detail_key(line)
 
 
 def calibration(lines: list[dict[str, Any]], path: Path) -> None:
     """The newest run among the lines: the four panels of the paper's figure 3, measured points, the model's curves."""
     found = fit(read_runs(lines)[-1])
-    plt = _pyplot()
+    plt = parts.pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(11, 8))
     for color, store in enumerate(found.stores.values()):
         _gap_panels(axes[0][0], axes[0][1], found, store, f"C{color}")
@@ -158,10 +126,7 @@ def calibration(lines: list[dict[str, Any]], path: Path) -> None:
     axes[0][1].set_ylim(top=1.4 * axes[0][1].get_ylim()[1])  # its legend is long
     run = found.run
     figure.suptitle(f"{run.device} x {run.num_ranks}, {run.num_sms} SMs, {run.date[:10]}; lines: X-Stage", fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    parts.save(figure, plt, path)
 
 
 def _gap_panels(left: Any, right: Any, found: Calibration, store: StoreFit, color: str) -> None:

@@ -6,6 +6,14 @@ FA_A2A_REQUIRE=compile,gpu,multigpu turns a tier's skips into failures.
 import pytest
 
 from fa_a2a import config
+from fa_a2a.errors import ConfigurationError
+
+
+def pytest_configure():
+    try:
+        config.required_tiers()
+    except ConfigurationError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +23,7 @@ def need():
     def check(tier: str, condition: bool, reason: str) -> None:
         if condition:
             return
-        if tier in config.read("FA_A2A_REQUIRE").split(","):
+        if tier in config.required_tiers():
             pytest.fail(f"FA_A2A_REQUIRE asks for {tier}: {reason}")
         pytest.skip(reason)
 

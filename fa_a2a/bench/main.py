@@ -6,26 +6,54 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ..errors import ConfigurationError, FaA2AError, UnsupportedError
-from . import record, table
+from ..errors import ConfigurationError, FaA2AError, ShapeError, UnsupportedError
+from ..layout import ExchangeShape
+from ..ops import kernels
+from . import checks, record, table
 from .launch import under_torchrun
 from .sweep import Case, measure
 
+if TYPE_CHECKING:
+    from . import exchange_methods
+
+Row = TypeVar("Row", Case, "exchange_methods.Case")
+
 
 def rank_counts(asked: list[int] | None, kind: str) -> list[int]:
+    """Each once. Raises ConfigurationError for one that cannot be had, or that has nothing to exchange."""
     if under_torchrun():
-        return asked or [int(os.environ["WORLD_SIZE"])]
-    if asked:
-        return asked
-    counts = [2, 4] if kind == "cpu" else [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
-    if not counts:
-        raise ConfigurationError("the sweep needs two GPUs or more and this machine has one; use --device cpu")
+        counts = asked or [int(os.environ["WORLD_SIZE"])]
+    elif asked:
+        counts = checks.unique(asked)
+        if kind == "cuda" and max(counts) > (gpus := torch.cuda.device_count()):
+            raise ConfigurationError(f"{max(counts)} ranks need {max(counts)} GPUs, this machine has {gpus}")
+    else:
+        counts = [2, 4] if kind == "cpu" else [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
+        if not counts:
+            raise ConfigurationError("the sweep needs two GPUs or more and this machine has one; use --device cpu")
+    if min(counts) < 2:
+        raise ConfigurationError("one rank has nothing to exchange: --ranks must be at least 2, got 1")
     return counts
+
+
+def rows_by_ranks(rows: list[Row], counts: list[int], chosen_heads: bool) -> dict[int, list[Row]]:
+    """The rows of each number of ranks. Raises ShapeError for one that the library would refuse.
+
+    chosen_heads: the user named the heads. Of the default ones, those that do not divide over the ranks are left out.
+    """
+    found = {}
+    for count in counts:
+        fitting = [row for row in rows if row.num_heads % count == 0]
+        found[count] = rows if chosen_heads or not fitting else fitting
+        for row in found[count]:
+            ExchangeShape(row.batch, row.seq_len, row.num_heads, row.head_dim, count, 1)
+    return found
 
 
 def cases(options: argparse.Namespace, kind: str) -> list[Case]:
@@ -40,19 +68,24 @@ def cases(options: argparse.Namespace, kind: str) -> list[Case]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    head_dim, dtype = options.head_dim or (128 if gpu else 64), options.dtype or ("bfloat16" if gpu else "float32")
+    if head_dim % 8:
+        raise ShapeError(f"head_dim must be a multiple of 8, got {head_dim}; pad the heads")
+    if trouble := kernels.problem(kernel, torch.device(kind, 0), getattr(torch, dtype), head_dim, False):
+        raise UnsupportedError(trouble)
     return [
         Case(
             seq_len=seq_len,
             num_heads=heads,
-            head_dim=options.head_dim or (128 if gpu else 64),
+            head_dim=head_dim,
             batch=options.batch,
-            dtype=options.dtype or ("bfloat16" if gpu else "float32"),
+            dtype=dtype,
             kernel=kernel,
             rounds=options.rounds or (12 if gpu else 3),
             profile=options.profile,
         )
-        for heads in options.heads or ([24, 12] if gpu else [8])
-        for seq_len in options.seq_lens or ([4608, 8192, 16384, 32768] if gpu else [256, 512, 1024])
+        for heads in checks.unique(options.heads or ([24, 12] if gpu else [8]))
+        for seq_len in checks.unique(options.seq_lens or ([4608, 8192, 16384, 32768] if gpu else [256, 512, 1024]))
     ]
 
 
@@ -62,8 +95,8 @@ def sweep_body(device: torch.device, rows: list[Case], out: Path) -> None:
     ranks = dist.get_world_size()
     steps = sum(row.rounds + 1 for row in rows)
     if main:
-        print(f"\n{ranks} ranks on {record.device_name(device)}")
-        print(table.sweep_header(), flush=True)
+        name = record.device_name(device)
+        print(f"\n{ranks} ranks on {name}\n{table.sweep_header(name)}", flush=True)
     with tqdm(total=steps, disable=not main, leave=False, unit="round", file=sys.stderr) as bar:
         for row in rows:
             bar.set_description(f"P={ranks} S={row.seq_len} H={row.num_heads}")
@@ -74,15 +107,21 @@ def sweep_body(device: torch.device, rows: list[Case], out: Path) -> None:
                 sys.stdout.flush()
 
 
+CPU_NOTE = "CPU processes: a check that fused equals serial, bit by bit; their times say nothing of GPUs."
+
+
 def show(out: Path, plot_path: Path) -> None:
-    print(
-        "\nus per call, median over rounds of the slowest rank. E_res: fused minus attention alone; cost: fused minus\n"
-        "the same kernel with local stores; sender: the kernel's end, ready: all tiles of all peers are here; pred.:\n"
-        "X-Stage's cost for the profile named in the lines."
-    )
     lines = record.read(out)
-    if any(line["device"] == "CPU" for line in lines):
-        print("CPU times say nothing of GPUs: on CPU processes the sweep checks that fused equals serial, bit by bit.")
+    if not lines:  # /dev/null and the like
+        return
+    if lines[-1]["device"] == "CPU":
+        print("\nus per call, median over rounds of the slowest rank; FA: attention alone.")
+    else:
+        print(
+            "\nus per call, median over rounds of the slowest rank. E_res: fused minus attention alone; cost: fused "
+            "minus\nthe same kernel with local stores; sender: the kernel's end, ready: all tiles of all peers are "
+            "here; pred.:\nX-Stage's cost for the profile named in the lines."
+        )
     print(f"lines: {out}")
     try:
         from ..plot import sweep

@@ -219,21 +219,29 @@ def _line(common: dict[str, Any], config: Config, name: str, times: dict[str, li
     mine = {key.removeprefix(f"{name}: "): values for key, values in times.items() if key.startswith(f"{name}: ")}
     over, over_ci = paired(mine["local"], times["fa_only"])
     line = {**common, **asdict(config), "fa_only_us": round(statistics.median(times["fa_only"]), 2)}
-    line |= {"over_fa_us": round(over, 2), "over_fa_ci_us": round(over_ci, 2)}
+    line |= {"over_fa_us": round(over, 2), "over_fa_ci_us": _rounded(over_ci)}
     for what, values in mine.items():
         line[f"{what}_us"] = round(statistics.median(values), 2)
         if what != "local":
             cost, ci = paired(values, mine["local"])
-            line |= {f"cost_{what}_us": round(cost, 2), f"cost_{what}_ci_us": round(ci, 2)}
+            line |= {f"cost_{what}_us": round(cost, 2), f"cost_{what}_ci_us": _rounded(ci)}
     return line | {"bitwise_equal": True, "rounds_us": {what: [round(x, 2) for x in v] for what, v in mine.items()}}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+def _interval(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _row(line: dict[str, Any]) -> str:
     text = f"{line['variant']:22} {line['order']:8} {line['pace_ns']:5}  local {line['local_us']:9.1f}"
-    text += f" (fa {line['over_fa_us']:+6.1f} ±{line['over_fa_ci_us']:.1f})"
+    text += f" (fa {line['over_fa_us']:+6.1f} ±{_interval(line['over_fa_ci_us'])})"
     for what in ("sender", "ready_small", "ready_inside"):
         if f"{what}_us" in line:
-            text += f"  {what} {line[f'cost_{what}_us']:+6.1f} ±{line[f'cost_{what}_ci_us']:.1f}"
+            text += f"  {what} {line[f'cost_{what}_us']:+6.1f} ±{_interval(line[f'cost_{what}_ci_us'])}"
     for where in ("local", "remote"):
         if f"stalls_{where}" in line:
             text += f"\n    stall {where}: " + stalls.text(line[f"stalls_{where}"])

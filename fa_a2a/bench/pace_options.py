@@ -42,14 +42,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
-    from . import launch, main, pace
+    from . import checks, launch, main, pace
 
     if not torch.cuda.is_available():
         raise ConfigurationError("pace measures stores between GPUs, and torch sees none")
     arguments.kernel, arguments.profile = "fa4", "none"
     cases, chosen = main.cases(arguments, "cuda"), configs(arguments.variants, arguments.orders, arguments.paces)
-    for count in main.rank_counts(arguments.ranks, "cuda"):
-        launch.run(pace.body, count, "cuda", cases, chosen, arguments.stamps, arguments.out)
+    rows = main.rows_by_ranks(cases, main.rank_counts(arguments.ranks, "cuda"), chosen_heads=True)
+    checks.appendable(arguments.out)
+    for count, mine in rows.items():
+        launch.run(pace.body, count, "cuda", mine, chosen, arguments.stamps, arguments.out)
     return 0
 
 

@@ -40,13 +40,14 @@ def sweep_table(lines: Lines) -> str:
     header = ["P", "S", "H", "attention", "serial", "fused", "ready", "E_res", "E_res ready", "cost (95 %)", "speed-up"]
     rows = []
     for x in _newest(gpu, "sweep", ("kernel", "world_size", "num_heads", "seq_len")):
+        ci = x["cost_sender_ci_us"]  # None from one round
         rows.append(
             [
                 f"{x['world_size']}{_mark(x)}",
                 *(str(x[name]) for name in ("seq_len", "num_heads")),
                 *(f"{x[name]:.1f}" for name in ("fa_only_us", "serial_us", "fused_sender_us", "fused_ready_us")),
                 *(f"{x[name]:+.1f}" for name in ("e_res_sender_us", "e_res_ready_us")),
-                f"{x['cost_sender_us']:+.1f} ± {x['cost_sender_ci_us']:.1f}",
+                f"{x['cost_sender_us']:+.1f} ± {'-' if ci is None else f'{ci:.1f}'}",
                 f"{x['speedup_sender']:.2f} / {x['speedup_ready']:.2f}",
             ]
         )
@@ -104,8 +105,13 @@ TABLES: dict[str, Callable[[Lines], str]] = {
 
 
 def fill(text: str, lines: Lines) -> str:
-    """The README's text with every marked table made anew. Raises ConfigurationError for an unknown or open marker."""
-    for name in re.findall(r"<!-- (\w+) -->", text):
+    """The README's text with every marked table made anew. Raises ConfigurationError for an unknown or open marker, or
+    where there is none."""
+    names = re.findall(r"<!-- (\w+) -->", text)
+    if not names:
+        known = ", ".join(TABLES)
+        raise ConfigurationError(f"a README has markers <!-- NAME --> and <!-- /NAME -->, NAME of {known}; got none")
+    for name in names:
         if name not in TABLES:
             raise ConfigurationError(f"no table is called {name!r}; there are {', '.join(TABLES)}")
         pattern = re.compile(f"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)

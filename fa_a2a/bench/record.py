@@ -131,8 +131,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a results file. Raises ConfigurationError for a line that is not a JSON object."""
     from ..errors import ConfigurationError
 
+    try:
+        whole = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigurationError(f"{path}: a results file has one JSON object a line; {reason}") from error
     lines = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    for number, text in enumerate(whole.splitlines(), 1):
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:

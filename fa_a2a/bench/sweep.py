@@ -33,6 +33,7 @@ from .record import environment
 from .timing import Method, interleaved, paired
 
 _TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
+_NO_PREDICTION: dict[str, float | None] = {"predicted_sender_us": None, "predicted_ready_us": None}
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,6 @@ def predict(case: Case, num_ranks: int, tile_rows: int, paced: bool) -> dict[str
     paced: the kernel that spreads its stores and takes the own chunk last; only the drain of the last wave's remote
     tiles is left of the terms then.
     """
-    none: dict[str, float | None] = {"predicted_sender_us": None, "predicted_ready_us": None}
     try:
         shape = AttentionShape(
             batch=case.batch,
@@ -158,9 +158,9 @@ def predict(case: Case, num_ranks: int, tile_rows: int, paced: bool) -> dict[str
         )
         audit = audit_attention(shape, load_profile(case.profile), own_chunk="last" if paced else "first")
     except FaA2AError:
-        return none
+        return dict(_NO_PREDICTION)
     if paced:
-        return none | {"predicted_sender_us": _us(case.batch * audit.terms.last_drain_us)}
+        return _NO_PREDICTION | {"predicted_sender_us": _us(case.batch * audit.terms.last_drain_us)}
     return {"predicted_sender_us": _us(audit.sender_us), "predicted_ready_us": _us(audit.ready_us)}
 
 
@@ -186,6 +186,9 @@ def _line(
         hidden = round(hidden_fraction(serial_us=serial_us, fused_us=median["fused_sender"], attention_us=alone_us), 3)
     except FaA2AError:
         hidden = None
+    prediction = _NO_PREDICTION  # a profile is of GPUs
+    if device.type == "cuda":
+        prediction = predict(case, group.size, getattr(plan.adapter, "tile_rows", 128), plan.adapter.can_release)
     fields = asdict(case)
     fields |= {"kernel": plan.kernel, "exchange": plan.exchange, "local_heads": plan.shape.local_heads}
     return {
@@ -204,7 +207,7 @@ def _line(
         "cost_sender_ci_us": _us(ci_sender),
         "cost_ready_us": _us(cost_ready),
         "cost_ready_ci_us": _us(ci_ready),
-        **predict(case, group.size, getattr(plan.adapter, "tile_rows", 128), plan.adapter.can_release),
+        **prediction,
         "speedup_sender": round(speedup(serial_us=serial_us, fused_us=median["fused_sender"]), 4),
         "speedup_ready": round(speedup(serial_us=serial_us, fused_us=median["fused_ready"]), 4),
         "hidden_fraction": hidden,

@@ -39,30 +39,38 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
-    from . import launch, main
+    from .. import config, plot
+    from ..xstage import load_profile
+    from . import checks, launch, main
 
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
     layer = arguments.layer is not None
+    chosen_heads = arguments.heads is not None
     if layer and kind == "cuda":
         arguments.heads = arguments.heads or [24]
-    cases = main.cases(arguments, kind)
-    ranks = main.rank_counts(arguments.ranks, kind)
+    rows = main.rows_by_ranks(main.cases(arguments, kind), main.rank_counts(arguments.ranks, kind), chosen_heads)
+    config.check()
+    load_profile(arguments.profile)
     out = arguments.out or Path("fa_a2a_results") / ("layer.jsonl" if layer else "sweep.jsonl")
-    plot = arguments.plot or out.with_suffix(".png")
+    checks.appendable(out)
+    picture = arguments.plot or out.with_suffix(".png")
+    if picture == out:
+        raise ConfigurationError(f"the lines and the plot need two files, got {out} for both; name others")
+    plot.check(picture, "--plot", arguments.plot is not None)
+    if kind == "cpu" and launch.is_main():
+        print(main.CPU_NOTE, flush=True)
     if not layer:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for count in ranks:
+        for count, cases in rows.items():
             launch.run(main.sweep_body, count, kind, cases, out)
         if launch.is_main():
-            main.show(out, plot)
+            main.show(out, picture)
         return 0
     from . import layer as bench
 
-    bench.check_shapes(cases, ranks)
-    for count in ranks:
+    for count, cases in rows.items():
         launch.run(bench.body, count, kind, cases, tuple(arguments.layer or LAYER_METHODS), out)
     if launch.is_main():
-        bench.show(out, plot)
+        bench.show(out, picture)
     return 0

@@ -26,6 +26,9 @@ _SWEEP: Columns = (  # header, field, format
     ("bitwise", "bitwise_equal", ""),
 )
 
+# CPU times say nothing of the exchange's cost: no differences and ratios of them
+_ON_CPU = ("P", "S", "H", "kernel", "FA us", "serial", "sender", "ready", "bitwise")
+_SWEEP_CPU: Columns = tuple(column for column in _SWEEP if column[0] in _ON_CPU)
 
 _LAYER: Columns = (
     ("P", "world_size", "d"),
@@ -45,12 +48,13 @@ _LAYER: Columns = (
 )
 
 
-def sweep_header() -> str:
-    return _header(_SWEEP)
+def sweep_header(device: str = "") -> str:
+    """device: as in the lines."""
+    return _header(_SWEEP_CPU if device == "CPU" else _SWEEP)
 
 
 def sweep_row(line: dict[str, Any]) -> str:
-    return _row(_SWEEP, line)
+    return _row(_SWEEP_CPU if line.get("device") == "CPU" else _SWEEP, line)
 
 
 def layer_header() -> str:

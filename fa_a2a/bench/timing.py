@@ -81,11 +81,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Median of a - b, round by round, and half the width of the mean's 95 % interval."""
+def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None]:
+    """Median of a - b, round by round, and half the width of the mean's 95 % interval; None from one round."""
     differences = [x - y for x, y in zip(a, b, strict=True)]
     n = len(differences)
     if n < 2:
-        return differences[0], math.inf
+        return differences[0], None
     quantile = _T95[n - 2] if n - 2 < len(_T95) else 1.96
     return statistics.median(differences), quantile * statistics.stdev(differences) / math.sqrt(n)

@@ -179,7 +179,7 @@ class Workspace:
         if step != self.turn:
             raise WorkspaceError(
                 f"calls on a workspace alternate scatter_heads and attention_gather; got {step}, due was {self.turn}; "
-                "finish each scatter_heads with attention_gather, or after an error call fa_a2a.close(group) on every rank"
+                "finish each scatter_heads with attention_gather, or call fa_a2a.close(group) on every rank"
             )
 
     def take_turn(self, step: str) -> None:
