@@ -41,7 +41,7 @@ def refusal(capsys, monkeypatch, tmp_path):
         ("--heads 8,6 --ranks 2,4", "6 heads over 4 ranks"),
         ("--ranks 1", "one rank has nothing to exchange"),
         ("--head-dim 12", "head_dim must be a multiple of 8, got 12"),
-        ("--profile nonsense", "give a path, or one of ['h200x4', 'paper']"),
+        ("--profile nonsense", "give a path, or one of ['h200x2', 'h200x4', 'paper']"),
         ("--out /dev/null/lines.jsonl", "--out cannot be written"),
         ("--out .", "--out must be a file"),
         ("--out lines.png", "need two files"),

@@ -16,7 +16,7 @@ from fa_a2a.xstage.profile_io import profile_from_dict, profile_from_json
 
 
 def test_shipped_profiles() -> None:
-    assert available_profiles() == ["h200x4", "paper"]
+    assert available_profiles() == ["h200x2", "h200x4", "paper"]
     for name in available_profiles():
         assert load_profile(name).name == name
     h200, paper = load_profile("h200x4"), load_profile("paper")
@@ -27,7 +27,7 @@ def test_shipped_profiles() -> None:
     assert paper.store("st").capacity.low_bytes == 4.25 * 1024**2
 
 
-@pytest.mark.parametrize("name", ["h200x4", "paper"])
+@pytest.mark.parametrize("name", ["h200x2", "h200x4", "paper"])
 def test_round_trip(name: str, tmp_path: Path) -> None:
     profile = load_profile(name)
     save_profile(profile, tmp_path / "p.json")
