@@ -64,16 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1 with commas between, got {text!r}")
-    return numbers
-
-
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     results = Path("fa_a2a_results")
     parser.add_argument("--samples", type=Path, nargs="+", help="fit these recorded lines; needs no GPU")
@@ -103,9 +93,11 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_exchange(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_numbers, help="2,4 by default, if there are as many GPUs; or torchrun's")
-    parser.add_argument("--seq-lens", type=_numbers, default=[4608, 8192, 16384, 32768], help="of the whole sequence")
-    parser.add_argument("--heads", type=_numbers, default=[24])
+    parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument(
+        "--seq-lens", type=checks.counts, default=[4608, 8192, 16384, 32768], help="of the whole sequence"
+    )
+    parser.add_argument("--heads", type=checks.counts, default=[24])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from ..errors import ConfigurationError
@@ -43,3 +44,14 @@ def readable(path: Path, what: str) -> None:
 
 def unique(numbers: list[int]) -> list[int]:
     return list(dict.fromkeys(numbers))
+
+
+def counts(text: str) -> list[int]:
+    """An option's whole numbers with commas between; argparse.ArgumentTypeError for anything else."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1 with commas between, got {text!r}")
+    return numbers

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,11 +25,12 @@ import torch
 import torch.distributed as dist
 
 from ..comm.group import Group, resolve
-from ..errors import FaA2AError, UnsupportedError
+from ..errors import FaA2AError
 from ..lifecycle import close
 from . import record, table
 from .layer_case import Layer, Way
 from .layer_methods import alone, first_line, ways
+from .plot_parts import draw_newest
 from .sweep import Case
 from .timing import Method, interleaved
 
@@ -211,14 +211,6 @@ def show(out: Path, plot_path: Path) -> None:
         return
     if any(line["device"] == "CPU" for line in lines):
         print("CPU times say nothing of GPUs: on CPU processes this checks that the methods agree, bit by bit.")
-    print(f"lines: {out}")
-    try:
-        from ..plot import layer
+    from ..plot import layer
 
-        newest = lines[-1]["device"]
-        layer([line for line in lines if line["device"] == newest], plot_path)
-        print(f"plot: {plot_path}")
-    except UnsupportedError as error:
-        print(f"no plot: {error}")
-    except FaA2AError as error:
-        print(f"no plot: {error}", file=sys.stderr)
+    draw_newest(lines, out, plot_path, layer)

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ..errors import ConfigurationError, FaA2AError, ShapeError, UnsupportedError
+from ..errors import ConfigurationError, ShapeError, UnsupportedError
 from ..layout import ExchangeShape
 from ..ops import kernels
 from . import checks, record, table
 from .launch import under_torchrun
+from .plot_parts import draw_newest
 from .sweep import Case, measure
 
 if TYPE_CHECKING:
@@ -122,14 +123,6 @@ def show(out: Path, plot_path: Path) -> None:
             "minus\nthe same kernel with local stores; sender: the kernel's end, ready: all tiles of all peers are "
             "here; pred.:\nX-Stage's cost for the profile named in the lines."
         )
-    print(f"lines: {out}")
-    try:
-        from ..plot import sweep
+    from ..plot import sweep
 
-        newest = lines[-1]["device"]
-        sweep([line for line in lines if line["device"] == newest], plot_path)
-        print(f"plot: {plot_path}")
-    except UnsupportedError as error:
-        print(f"no plot: {error}")
-    except FaA2AError as error:
-        print(f"no plot: {error}", file=sys.stderr)
+    draw_newest(lines, out, plot_path, sweep)

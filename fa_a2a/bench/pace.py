@@ -37,7 +37,7 @@ from .timing import Method, interleaved, paired
 
 STOCK = "stock"
 _ADVANCE_PUBLISH_WAIT = 7  # flags of the signal kernel: each call of a measurement is an epoch of its own
-_DEADLINE_NS = 30 * 10**9
+_DEADLINE_S = 30.0
 Calls = dict[str, Callable[[], None]]
 
 
@@ -106,7 +106,6 @@ class _Bench:
         self.peers = fused.peer_sink(workspace, plan.shape, dtype)
         self.here = fused.local_sink(plan.shape, dtype, device)
         self.out = workspace.output(workspace.group.rank, plan.shape, dtype)
-        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.want: torch.Tensor | None = None
         properties = torch.cuda.get_device_properties(device)
         arch, sms = f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
@@ -176,9 +175,8 @@ class _Bench:
         return call
 
     def publication(self, flags: int) -> tuple[Any, ...]:
-        memory: Any = self.workspace.memory
-        blocks, group = memory._tables[self.workspace.signals.handle], self.workspace.group
-        return blocks, group.rank, group.size, flags, _DEADLINE_NS, memory._record.data_ptr(), self.counter
+        found = self.workspace.memory.release(self.workspace.signals, _DEADLINE_S)
+        return found.peer_blocks, found.rank, found.num_ranks, flags, found.deadline_ns, found.record, found.counter
 
     def check(self, name: str, calls: Calls) -> None:
         """FaA2AError on every rank if an output differs from the first one checked; outputs are poisoned before."""

@@ -8,24 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
+from . import checks
 
 ORDERS = ("first", "last", "by_head")  # of the own chunk's tiles; fa4_a2a.persistent.Order
 
 
-def _counts(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1 with commas between, got {text!r}")
-    return numbers
-
-
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
-    parser.add_argument("--seq-lens", type=_counts, default=[4608, 8192, 16384], help="of the whole sequence")
-    parser.add_argument("--heads", type=_counts, default=[24])
+    parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument("--seq-lens", type=checks.counts, default=[4608, 8192, 16384], help="of the whole sequence")
+    parser.add_argument("--heads", type=checks.counts, default=[24])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError, UnsupportedError
+from ..errors import ConfigurationError, FaA2AError, UnsupportedError
 from . import checks
 
 Lines = list[dict[str, Any]]
@@ -124,3 +126,16 @@ def save(figure: Any, plt: Any, path: Path) -> None:
     checks.writable(path, "the plot")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_newest(lines: Lines, out: Path, path: Path, draw: Callable[[Lines, Path], None]) -> None:
+    """The end of a run: where its lines are, and a plot of those of the newest one's device, or why there is none."""
+    print(f"lines: {out}")
+    try:
+        newest = lines[-1]["device"]
+        draw([line for line in lines if line["device"] == newest], path)
+        print(f"plot: {path}")
+    except UnsupportedError as error:
+        print(f"no plot: {error}")
+    except FaA2AError as error:
+        print(f"no plot: {error}", file=sys.stderr)

@@ -6,16 +6,18 @@ import argparse
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from .pace_options import _counts
+from . import checks
 
 LAYER_METHODS = ("nccl_packed", "symm_mem", "diffusers")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU")
-    parser.add_argument("--ranks", type=_counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
-    parser.add_argument("--seq-lens", type=_counts, help="of the whole sequence; 4608 to 32768, on CPUs 256 to 1024")
-    parser.add_argument("--heads", type=_counts, help="24 and 12, with --layer 24; on CPUs 8")
+    parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument(
+        "--seq-lens", type=checks.counts, help="of the whole sequence; 4608 to 32768, on CPUs 256 to 1024"
+    )
+    parser.add_argument("--heads", type=checks.counts, help="24 and 12, with --layer 24; on CPUs 8")
     parser.add_argument("--head-dim", type=int, help="128, on CPUs 64")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16, on CPUs float32")
