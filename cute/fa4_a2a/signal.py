@@ -4,11 +4,16 @@ A rank's signal block is BLOCK_WORDS u64 words in symmetric memory, zero at the 
 
     word                    written by                        read by
     EPOCH            0      this rank (ADVANCE)               this rank                  its own call counter
+    TOLD             1      any rank that makes no further    this rank, WAIT            a notice, packed; 0 for none
+                            step, its host or its kernel
     ARRIVED + src   32..    rank src, PUBLISH of ARRIVED      this rank, WAIT            src's q, k, v of that call are
     here FINGERPRINT + src 64..  rank src, before ARRIVED          this rank, after ARRIVED   src's configuration
     READY + src     96..    rank src, PUBLISH of READY        this rank, WAIT            src's part of my output is here
 
-The other words are unused. The orders that make it safe stand in signal_kernel.py; the protocol in the design's section
+The other words are unused. A notice: a reason (Told) in bits 0 and 1, the rank that gives it in 8 to 15, the rank it
+missed in 16 to 23, and from 24 on the low 40 bits of the first step it will not make, a step being 2 * epoch + Word.
+
+The orders that make it safe stand in signal_kernel.py; the protocol in the design's section
 on completion.
 """
 
@@ -20,7 +25,7 @@ from enum import IntEnum, IntFlag
 from .cache import load_or_compile
 
 MAX_RANKS = 32
-EPOCH, ARRIVED, FINGERPRINT, READY = 0, 32, 64, 96  # word offsets
+EPOCH, TOLD, ARRIVED, FINGERPRINT, READY = 0, 1, 32, 64, 96  # word offsets
 BLOCK_WORDS = 128
 BLOCK_BYTES = 8 * BLOCK_WORDS
 RECORD_WORDS = 8  # int64
@@ -41,6 +46,12 @@ class Failure(IntEnum):
     NONE = 0
     DEADLINE = 1
     FINGERPRINT = 2
+    TOLD = 3  # a peer has said that it makes no further step
+
+
+class Told(IntEnum):
+    FAILED = 1
+    MISSED = 2  # a peer, until its deadline
 
 
 class Record(IntEnum):
@@ -54,7 +65,7 @@ class Record(IntEnum):
     EXPECTED_EPOCH = 4
     FOUND_EPOCH = 5
     EXPECTED_FINGERPRINT = 6
-    FOUND_FINGERPRINT = 7  # 0 where it was not looked at: READY, or the epoch never came
+    FOUND_FINGERPRINT = 7  # 0 where it was not looked at: READY, or the epoch never came; with TOLD the notice
 
 
 def load_signal(arch: str) -> Callable[..., None]:

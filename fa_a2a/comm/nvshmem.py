@@ -15,7 +15,7 @@ import torch
 
 from .. import config
 from ..errors import GroupError, UnsupportedError, WorkspaceError
-from ..layout import SIGNAL_WORDS, Word, aligned
+from ..layout import SIGNAL_WORDS, Notice, Word, aligned
 from .group import Group, host_identity, world
 from .pointer import bytes_at
 from .symmetric import Fault, Release, SymmetricBlock, SymmetricMemory
@@ -23,7 +23,7 @@ from .symmetric import Fault, Release, SymmetricBlock, SymmetricMemory
 _ADVANCE, _PUBLISH, _WAIT = 1, 2, 4  # flags of the signal kernel
 _RECORD_WORDS = 8
 _INITIALIZED = 2  # nvshmemx_init_status: initialised, by us or by another library of this process
-_FAULT_KINDS = {1: "deadline", 2: "mismatch"}
+_MISMATCH, _TOLD = 2, 3  # codes of a record
 
 # The library is for one host: no remote transport. Multicast is not used, and setting it up can fail on shared hosts.
 _ENVIRONMENT = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -33,11 +33,13 @@ class _World:
     """The process's NVSHMEM world: PE numbers of the default group's ranks, and the sub-groups' arena."""
 
     def __init__(self) -> None:
-        self.pes: tuple[int, ...] = ()
-        self.size = 0
+        self.joined = False
+        self.size = 0  # PEs, the same as ranks of the default group
         self.unusable: str | None = None
         self.arena: tuple[int, int] | None = None  # address, bytes
         self.taken: dict[int, int] = {}  # arena offset -> bytes
+        # blocks that an error kept from being freed, by group; see Nvshmem.free
+        self.left: dict[tuple[int, ...], list[SymmetricBlock]] = {}
 
 
 _world = _World()
@@ -95,7 +97,7 @@ def initialize(device: torch.device, timeout_s: float, arena_bytes: int = 0) -> 
     """
     if _world.unusable is not None:
         raise UnsupportedError(_world.unusable)
-    if _world.pes and (not arena_bytes or _world.arena is not None):
+    if _world.joined and (not arena_bytes or _world.arena is not None):
         return
     everyone = world()
     try:
@@ -111,7 +113,7 @@ def initialize(device: torch.device, timeout_s: float, arena_bytes: int = 0) -> 
     if problems:
         _world.unusable = problems[0]
         raise UnsupportedError(problems[0])
-    if not _world.pes:
+    if not _world.joined:
         _start(everyone, device, timeout_s)
     arena = max(entry["arena"] for entry in entries)
     if arena and _world.arena is None:
@@ -144,8 +146,14 @@ def _start(everyone: Group, device: torch.device, timeout_s: float) -> None:
         nvshmem.init(
             device=Device(device.index), uid=uid, rank=everyone.rank, nranks=everyone.size, initializer_method="uid"
         )
-    _world.pes = tuple(everyone.exchange("nvshmem pe", int(bindings.my_pe()), timeout_s))
-    _world.size = int(bindings.n_pes())
+    sizes = everyone.exchange("nvshmem size", int(bindings.n_pes()), timeout_s)
+    if any(size != everyone.size for size in sizes):  # allocation is collective over its world: it would not return
+        _world.unusable = (
+            f"NVSHMEM was initialised by another library, with {sizes[0]} processes, and the default group has "
+            f"{everyone.size}; initialise it over the same ranks, or leave it to fa_a2a"
+        )
+        raise UnsupportedError(_world.unusable)
+    _world.joined, _world.size = True, everyone.size
 
 
 def _malloc(nbytes: int) -> int:
@@ -172,8 +180,12 @@ class Nvshmem(SymmetricMemory):
         self.whole_world = group.size == world().size
         arena = 0 if self.whole_world else int(config.read_number("FA_A2A_ARENA_MIB") * (1 << 20))
         initialize(device, timeout_s, arena)
-        self.positions = tuple(_world.pes[r] for r in group.ranks)
+        from nvshmem import bindings
+
+        # asked anew for each group: PE numbers last as long as the process, ranks as long as the default group
+        self.positions = tuple(group.exchange("nvshmem pe", int(bindings.my_pe()), timeout_s))
         self.world = _world.size
+        self._free_what_was_left(timeout_s)
         with torch.inference_mode(False):
             self._record = torch.zeros(_RECORD_WORDS, dtype=torch.int64, pin_memory=True)
             self._counter = torch.zeros(1, dtype=torch.int64, device=device)  # of blocks that have ended
@@ -222,16 +234,33 @@ class Nvshmem(SymmetricMemory):
         return base + offset
 
     def free(self, block: SymmetricBlock, timeout_s: float) -> None:
+        """After an error the block stays until the group makes its next workspace: a peer that has not heard of it yet
+        may still be storing into it, and the collective free would wait for a rank that does not come."""
+        assert isinstance(block.handle, int)
+        self._tables.pop(block.handle, None)
+        if self.group.poisoned is not None:
+            _world.left.setdefault(self.group.ranks, []).append(block)
+        else:
+            self._give_back(block)
+
+    def _give_back(self, block: SymmetricBlock) -> None:
         own = block.handle
         assert isinstance(own, int)
-        self._tables.pop(own, None)
         if not self.whole_world:
             assert _world.arena is not None
             _world.taken.pop(own - _world.arena[0], None)
-        elif self.group.poisoned is None:  # freeing is collective: with a rank missing it would wait for ever
+        else:
             from nvshmem import bindings
 
             bindings.free(own)
+
+    def _free_what_was_left(self, timeout_s: float) -> None:
+        """Every rank is here, so every rank has closed its workspace, and waited for its GPU: nobody stores any more."""
+        blocks = _world.left.pop(self.group.ranks, [])
+        sizes = self.group.exchange("blocks left", [block.nbytes for block in blocks], timeout_s)
+        if all(size == sizes[0] for size in sizes):
+            for block in blocks:
+                self._give_back(block)
 
     def signal(
         self,
@@ -276,8 +305,10 @@ class Nvshmem(SymmetricMemory):
     def fault(self) -> Fault | None:
         if not self._fields[0]:
             return None
-        code, word, rank, peer, expected, found, *_ = self._fields
-        return Fault(_FAULT_KINDS.get(code, "deadline"), Word(word), rank, peer, expected, found)
+        code, word, rank, peer, expected, found, _, last = self._fields
+        if code == _TOLD and (notice := Notice.unpacked(last % (1 << 64))) is not None:
+            return Fault.told(notice, Word(word), rank, expected)
+        return Fault("mismatch" if code == _MISMATCH else "deadline", Word(word), rank, peer, expected, found)
 
     def words(self, block: SymmetricBlock) -> list[int]:
         torch.cuda.current_stream(self.device).synchronize()

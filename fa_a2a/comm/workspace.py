@@ -10,18 +10,20 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from .. import config
-from ..errors import ShapeError, WorkspaceError
+from ..errors import PeerError, ShapeError, WorkspaceError
 from ..layout import (
     ARRIVED_WORD,
     EPOCH_WORD,
     SIGNAL_BYTES,
     ExchangeShape,
+    Reason,
     Word,
     WorkspaceMap,
     chunk_owners,
@@ -233,8 +235,18 @@ class Workspace:
             raise
 
     def poison(self, error: BaseException) -> None:
-        """Whatever ends a step of a call half-way, Ctrl-C too, leaves the ranks apart: no further call is taken."""
+        """Whatever ends a step of a call half-way, Ctrl-C too, leaves the ranks apart: no further call is taken, and
+        the peers are told, unless it is from them that this rank has it."""
+        if self.group.poisoned is None and not isinstance(error, PeerError):
+            self._tell()
         self.group.poisoned = self.group.poisoned or str(error) or type(error).__name__
+
+    def _tell(self) -> None:
+        """Ends the peers' waits for this rank. Best effort: without it they end at their deadlines."""
+        if self.memory.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing of the call has run
+        with contextlib.suppress(Exception):
+            self.memory.tell(self.signals, self.group.rank, Reason.FAILED)
 
     def poison_output(self) -> None:
         """Debug mode: fills O and LSE with NaN, so that whatever a call fails to write shows."""
@@ -246,14 +258,20 @@ class Workspace:
     def check_guards(self) -> None:
         """Debug mode: raises WorkspaceError if a guard region was written to. Waits for the device."""
         if self.debug and (damaged := self.damaged_guards()):
-            self.group.poisoned = f"guard regions at bytes {damaged} were overwritten"
-            raise WorkspaceError(f"{self.group.poisoned}: a store went past its buffer; this is a bug of fa_a2a")
+            error = WorkspaceError(
+                f"guard regions at bytes {damaged} were overwritten: a store went past its buffer; this is a bug of "
+                "fa_a2a"
+            )
+            self.poison(error)
+            raise error
 
     def close(self, timeout_s: float) -> None:
         """Frees the buffers. Collective; outputs that are views of the workspace end here."""
         if self.closed:
             return
         self.closed = True
+        if self.turn == "attention" and self.group.poisoned is None:
+            self._tell()  # a call left half-way: whoever waits for its other half need not any more
         if self.memory.device.type == "cuda" and self.memory.fault() is None:
             torch.cuda.synchronize(self.memory.device)
         self.group.leave(timeout_s)
