@@ -136,7 +136,10 @@ class Channel:
         """Tells ranks that come later that nobody waits for them any more. Best effort: the store may be gone."""
         with contextlib.suppress(Exception):
             if not self._met.check([self._abandoned]):
-                told = [isinstance(error, PeerMismatchError), f"rank {self.rank} gave up: {error or type(error).__name__}"]
+                told = [
+                    isinstance(error, PeerMismatchError),
+                    f"rank {self.rank} gave up: {error or type(error).__name__}",
+                ]
                 self._met.set(self._abandoned, json.dumps(told))
 
     def _heed_abandoned(self) -> None:

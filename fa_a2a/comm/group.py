@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,7 @@ def _default_store() -> Any:
 
 
 _groups: dict[str, Group] = {}
+_making = threading.Lock()
 
 
 def resolve(group: ProcessGroup | DeviceMesh | str | None) -> Group:
@@ -119,7 +121,10 @@ def resolve(group: ProcessGroup | DeviceMesh | str | None) -> Group:
         )
     known = _groups.get(handle.group_name)
     if known is None or known.handle is not handle:
-        known = _groups[handle.group_name] = Group(handle)
+        with _making:
+            known = _groups.get(handle.group_name)
+            if known is None or known.handle is not handle:
+                known = _groups[handle.group_name] = Group(handle)
     return known
 
 

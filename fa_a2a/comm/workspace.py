@@ -11,6 +11,7 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ from ..errors import PeerError, ShapeError, WorkspaceError
 from ..layout import (
     ARRIVED_WORD,
     EPOCH_WORD,
+    READY_WORD,
     SIGNAL_BYTES,
     ExchangeShape,
     Reason,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from .group import Group
 
 _GUARD = 0xA5
+_FIRST_EPOCH = 0  # the number before the first call's; tests start just below 2^32 and 2^63, the same on every rank
 _MAX_PREPARED = 128
 _Prepared = TypeVar("_Prepared")
 
@@ -50,18 +53,30 @@ class Workspace:
         self.my_chunk_at = tuple(order.index(group.rank) for order in orders)  # where my queries lie in each peer's Q
         with torch.inference_mode(False):  # the buffers outlive the caller's mode
             self.signals = memory.allocate(SIGNAL_BYTES, timeout_s)
+        if _FIRST_EPOCH:
+            self._count_from(_FIRST_EPOCH, timeout_s)
         self.block: SymmetricBlock | None = None
         self.retired: list[SymmetricBlock] = []  # outgrown, but CUDA graphs hold their addresses
         self.prepared: dict[tuple[Any, int], Any] = {}  # see `prepare`; ends with the block
         self._kept: list[Any] = []  # prepared things whose device tables CUDA graphs hold
         self.map = WorkspaceMap()
-        self.turn = "scatter"
+        self.turn = "scatter"  # "nothing" while the attention of a call is being enqueued, or on CPUs computed
+        self._turning = threading.Lock()
         self.call = object()  # stands for the call whose q, k, v are here
         self.closed = False
         self._last_stream: torch.cuda.Stream | None = None
         self._last_handle = -1
         self._captured = False
         self.debug = config.debug()  # read anew for each call
+
+    def _count_from(self, epoch: int, timeout_s: float) -> None:
+        words = self.signals.peers[self.group.rank].view(torch.int64)
+        signed = signed_difference(epoch, 0)
+        for first, count in ((EPOCH_WORD, 1), (ARRIVED_WORD, self.group.size), (READY_WORD, self.group.size)):
+            words[first : first + count] = signed
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)
+        self.group.barrier("first epoch", timeout_s)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -179,19 +194,26 @@ class Workspace:
         self.group.check_usable()
 
     def check_turn(self, step: str) -> None:
-        """Calls alternate scatter, attention; anything else would overwrite what a peer still reads."""
+        """Calls alternate scatter, attention; anything else would overwrite what a peer still reads. A second thread is
+        refused, not made to wait: which of its calls would meet which of the peers' nobody could say."""
         if step != self.turn:
             raise WorkspaceError(
                 f"calls on a workspace alternate scatter_heads and attention_gather; got {step}, due was {self.turn}; "
-                "finish each scatter_heads with attention_gather, or call fa_a2a.close(group) on every rank"
+                "finish each scatter_heads with attention_gather, use one thread for each group, or call "
+                "fa_a2a.close(group) on every rank"
             )
 
     def take_turn(self, step: str) -> None:
-        self.check_turn(step)
+        with self._turning:
+            self.check_turn(step)
+            self.turn = "attention" if step == "scatter" else "nothing"
         if step == "scatter":
             self.call = object()
             self.debug = config.debug()
-        self.turn = "attention" if step == "scatter" else "scatter"
+
+    def end_turn(self) -> None:
+        """The call is over; an error in it leaves the turn at "nothing", until the workspace is made anew."""
+        self.turn = "scatter"
 
     def order_streams(self) -> None:
         """Makes the current stream wait for the stream of the call before, if that was another one."""
@@ -270,7 +292,7 @@ class Workspace:
         if self.closed:
             return
         self.closed = True
-        if self.turn == "attention" and self.group.poisoned is None:
+        if self.turn != "scatter" and self.group.poisoned is None:
             self._tell()  # a call left half-way: whoever waits for its other half need not any more
         if self.memory.device.type == "cuda" and self.memory.fault() is None:
             torch.cuda.synchronize(self.memory.device)

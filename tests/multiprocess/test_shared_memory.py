@@ -126,22 +126,29 @@ def test_a_file_that_is_not_the_one_told_of_is_refused(ranks):
         assert well
 
 
-def named(rank, size, wait_s):
+def named(rank, size):
     """As on systems without files that have no name: what lies in shared memory while rank 0 is late."""
     fa_a2a.close()
     del os.memfd_create
+    before, group = set(segments()), resolve(None)
+    memory = SharedMemory(group, 10.0)
+    modes = []
     if rank == 0:
-        time.sleep(wait_s)
-    modes = [stat.S_IMODE(path.stat().st_mode) for path in segments()] if rank == 0 else []
-    return modes, works(rank, size)
+        end = time.monotonic() + 5
+        while len(set(segments()) - before) < size - 1 and time.monotonic() < end:
+            time.sleep(0.005)
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in set(segments()) - before]
+    block = memory.allocate(4096, 10.0)
+    left = len(set(segments()) - before) if rank == 0 else 0
+    group.barrier("looked", 10.0)
+    return modes, left, [int(p.sum()) for p in block.peers], works(rank, size)
 
 
 def test_where_a_name_is_needed_it_is_private_and_gone_once_mapped(fresh_ranks):
-    (modes, well), (_, well_too) = fresh_ranks(2).run(named, wait_s=0.5)
-    assert modes == [] or set(modes) == {0o600}
-    assert well
-    assert well_too
-    assert segments() == []
+    results = fresh_ranks(2).run(named)
+    assert results[0][0] == [0o600]
+    for _, left, sums, well in results:
+        assert (left, sums, well) == (0, [0, 0], True)
 
 
 def names_during_use(rank, size):
