@@ -255,7 +255,7 @@ class Nvshmem(SymmetricMemory):
             bindings.free(own)
 
     def _free_what_was_left(self, timeout_s: float) -> None:
-        """Every rank is here, so every rank has closed its workspace, and waited for its GPU: nobody stores any more."""
+        """Every rank is here, so each has closed its workspace and waited for its GPU: nobody stores any more."""
         blocks = _world.left.pop(self.group.ranks, [])
         sizes = self.group.exchange("blocks left", [block.nbytes for block in blocks], timeout_s)
         if all(size == sizes[0] for size in sizes):
