@@ -66,6 +66,11 @@ def store_shared(address: Int32, value: Int64, *, loc: Any = None, ip: Any = Non
     _asm(None, [_i32(address, loc, ip), _i64(value, loc, ip)], "st.shared.u64 [$0], $1;", "r,l", loc, ip)
 
 
+@dsl_user_op
+def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
+    return Int64(_asm(T.i64(), [_i32(address, loc, ip)], "ld.shared.u64 $0, [$1];", "=l,r", loc, ip))
+
+
 # -- fences and atomics -----------------------------------------------------------------------------------------------
 
 
@@ -78,6 +83,12 @@ def fence_acq_rel_sys(*, loc: Any = None, ip: Any = None) -> None:
 def fence_proxy_async_shared(*, loc: Any = None, ip: Any = None) -> None:
     """This thread's ordinary shared-memory stores become visible to bulk copies that read shared memory."""
     _asm(None, [], "fence.proxy.async.shared::cta;", "", loc, ip)
+
+
+@dsl_user_op
+def fence_proxy_async(*, loc: Any = None, ip: Any = None) -> None:
+    """What this thread has acquired is visible to bulk copies that it starts after it, in all memory."""
+    _asm(None, [], "fence.proxy.async;", "", loc, ip)
 
 
 @dsl_user_op
