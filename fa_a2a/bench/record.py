@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nv
 
 _SIGNAL = (
     "layout.py",
-    "comm/nvshmem.py",
+    "comm/nvshmem*.py",
     "comm/workspace.py",
     "fa4_a2a/signal*.py",
     "fa4_a2a/ptx.py",

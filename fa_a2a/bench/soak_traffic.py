@@ -14,7 +14,7 @@ class Traffic:
 
     def __init__(self, device: torch.device) -> None:
         peer = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._sum = torch.empty(_ELEMENTS, dtype=torch.int32, device=device)
         self._out = torch.arange(_ELEMENTS, dtype=torch.int32, device=device)
         self._there = torch.empty_like(self._out, device=peer)
