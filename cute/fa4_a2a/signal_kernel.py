@@ -140,8 +140,8 @@ class Signal:
         """Acquire side. Lane p's ld.acquire.sys that finds peer p's relaxed store (or a later one of p's, which is
         released no earlier) synchronizes with p's fence: all that p released happens before what follows this lane's
         load. Later kernels of this stream come after all lanes by kernel boundary, so they read, also by TMA, what
-        every peer released. The protocol never lets a word run past the expected epoch; if one does, it has certainly
-        arrived.
+        every peer released (variant `call` of litmus.py). The protocol never lets a word run past the expected epoch;
+        if one does, it has certainly arrived.
 
         The loop is uniform: a lane that has failed ends it for all at once, however long the others would have to wait.
 

@@ -40,7 +40,11 @@ _WORD_OFFSET = {Word.ARRIVED: ARRIVED_WORD, Word.READY: READY_WORD}
 def _memory_fence() -> None:
     """Orders this process's stores before a publication, and its loads after an acquisition.
 
-    x86-64 keeps stores in order and loads in order, so nothing is needed there, and Python gives no other tool.
+    Whoever publishes (one aligned 8-byte store) has stored the data before in the same thread, or in threads of torch
+    that have handed over to it; whoever waits reads the word, then the data. x86-64 keeps stores in order and loads in
+    order, so nothing is needed there: no compiler stands between two calls of Python, and a copy that goes past the
+    caches ends with a fence of its own. Reads before a publication (`ready` promises that they are over) cannot move
+    behind it either: x86-64 moves no store before an older load. tests/multiprocess/test_ordering.py has the test.
     Elsewhere: membarrier(2) on Linux, the system library's barrier on macOS.
     """
     machine = platform.machine()
