@@ -91,6 +91,21 @@ def litmus_table(lines: Lines) -> str:
     return _footnote(_table(["variant", "rounds", "stale words", "in blocks"], rows))
 
 
+def soak_table(lines: Lines) -> str:
+    rows = [
+        [
+            f"{x['device']} x {x['world_size']}{_mark(x)}",
+            *(f"{x['calls']}", f"{x['longest_delay_us']:g}", "yes" if x["traffic"] else "no"),
+            *(f"{x['wrong'] + x['wrong_traffic']}", f"{x['seconds']:.0f}"),
+            f"{x['call_us_early']:.0f} / {x['call_us_late']:.0f}",
+            f"{(x['resident_bytes_end'] - x['resident_bytes_start']) / 2**20:+.1f}",
+        ]
+        for x in _newest(lines, "soak", ("device", "world_size", "longest_delay_us", "traffic"))
+    ]
+    header = ["ranks", "calls", "delays up to (us)", "traffic", "wrong", "s", "us a call early / late", "memory (MiB)"]
+    return _footnote(_table(header, rows))
+
+
 def environment_table(lines: Lines) -> str:
     rows = [[f"`{v.name}`", f"`{v.default}`" if v.default else "", v.meaning] for v in config.VARIABLES]
     return _table(["variable", "default", "meaning"], rows)
@@ -100,6 +115,7 @@ TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
     "layer": layer_table,
     "litmus": litmus_table,
+    "soak": soak_table,
     "environment": environment_table,
 }
 
