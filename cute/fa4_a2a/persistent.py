@@ -15,13 +15,13 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import load_or_compile
-from .forward import Tile
+from .forward import FORWARD_TILES, Tile
 
 if TYPE_CHECKING:
     import torch
 
-ARCHS = ("sm_90a",)
-# The default first. Q and O take a row tile each, K and V two stages of a key tile each: 128 x 160 fills 224 of the 227
+ARCHS = ("sm_90a", "sm_100a")  # sm_100a: compiled, not run; persistent_sm100.py
+# sm_90's, the default first. Q and O take a row tile each, K and V two stages of a key tile each: 128 x 160 fills 224 of the 227
 # KiB at D = 128, and 176 keys do not fit.
 PERSISTENT_TILES: dict[int, tuple[Tile, ...]] = {
     128: (Tile(128, 160), Tile(128, 144), Tile(128, 128)),
@@ -150,9 +150,10 @@ class PublishingForward(Forward):
 
 def persistent_tile(head_dim: int, arch: str, tile: tuple[int, int] | None = None) -> Tile:
     """The tile that load_persistent compiles: the table's first, or `tile` if the table has it."""
-    tiles = PERSISTENT_TILES.get(head_dim)
+    tiles = PERSISTENT_TILES.get(head_dim) if arch == "sm_90a" else FORWARD_TILES.get((arch, head_dim))
     if tiles is None or arch not in ARCHS:
-        raise ValueError(f"no persistent kernel for {arch} with head_dim {head_dim}; sm_90a has {[*PERSISTENT_TILES]}")
+        there = f"{' and '.join(ARCHS)} have {[*PERSISTENT_TILES]}"
+        raise ValueError(f"no persistent kernel for {arch} with head_dim {head_dim}; {there}")
     if tile is None:
         return tiles[0]
     if Tile(*tile) not in tiles:
@@ -175,7 +176,7 @@ def load_persistent(
     chosen = persistent_tile(head_dim, arch, tile)
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
-    _check(build)
+    _check(build, arch)
     key: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "tile": list(chosen)}
     key |= {"with_lse": with_lse, "heads_per_kv": heads_per_kv, "build": list(build)}
 
@@ -188,7 +189,7 @@ def load_persistent(
     return (PublishingForward if build.release else Forward)(kernel, chosen, num_sms, build)
 
 
-def _check(build: Build) -> None:
+def _check(build: Build, arch: str) -> None:
     for name, value, allowed in (
         ("store", build.store, STORES),
         ("barriers", build.barriers, BARRIERS),
@@ -200,3 +201,5 @@ def _check(build: Build) -> None:
         raise ValueError(f"slice_rows is a multiple of 8 that divides 64, not {build.slice_rows}")
     if build.release and build.store == "consumer":
         raise ValueError("the release needs the stores of a producer warp: store='warp' or 'step'")
+    if arch == "sm_100a" and build != Build(pace=build.pace, slice_rows=build.slice_rows, release=build.release):
+        raise ValueError(f"sm_100a leaves pace, slice_rows and release open, all else at its default; got {build}")
