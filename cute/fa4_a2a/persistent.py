@@ -6,6 +6,9 @@ What differs from forward.load_forward's kernel, which computes the same bits wi
              the path and no load queues behind a blocked store; a CTA's last tile leaves at once;
   order      the own chunk comes last, so that the end of the kernel stores locally while the last remote tiles drain;
   release    if asked for, the last CTA to finish publishes `ready` itself, in place of a signal kernel behind this one.
+
+For sm_100a the same is made of flash-attn-4's sm_100 forward, which has staging of its own (persistent_sm100.py). That
+form is compiled and its instructions are checked; it has not run.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 ARCHS = ("sm_90a", "sm_100a")  # sm_100a: compiled, not run; persistent_sm100.py
-# sm_90's, the default first. Q and O take a row tile each, K and V two stages of a key tile each: 128 x 160 fills 224 of the 227
-# KiB at D = 128, and 176 keys do not fit.
+# Of sm_90a; sm_100a has the tiles of FORWARD_TILES. The default first. Q and O take a row tile each, K and V two stages
+# of a key tile each: 128 x 160 fills 224 of the 227 KiB at D = 128, and 176 keys do not fit.
 PERSISTENT_TILES: dict[int, tuple[Tile, ...]] = {
     128: (Tile(128, 160), Tile(128, 144), Tile(128, 128)),
     64: (Tile(192, 128), Tile(128, 128)),
@@ -53,6 +56,8 @@ class Build(NamedTuple):
     registers  (a consumer thread's, a producer thread's) in place of upstream's (240, 24), or (160, 32) for 192 rows.
     stamps     record times, see Stamp. For measurements: it may cost some itself.
     release    the kernel can publish; the callable is PublishingForward.
+
+    sm_100a leaves pace, slice_rows and release open.
     """
 
     store: str = "warp"
@@ -202,4 +207,4 @@ def _check(build: Build, arch: str) -> None:
     if build.release and build.store == "consumer":
         raise ValueError("the release needs the stores of a producer warp: store='warp' or 'step'")
     if arch == "sm_100a" and build != Build(pace=build.pace, slice_rows=build.slice_rows, release=build.release):
-        raise ValueError(f"sm_100a leaves pace, slice_rows and release open, all else at its default; got {build}")
+        raise ValueError(f"sm_100a leaves pace, slice_rows and release open, the rest at its default; got {build}")

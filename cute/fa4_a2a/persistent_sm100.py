@@ -133,10 +133,15 @@ class PersistentForwardSm100(FlashAttentionForwardSm100):
         """Of one buffer; a tile has q_stage times as many."""
         return self.m_block_size // self.build.slice_rows
 
+    def first_slice(self, m_block: Any, buffer: Any, cta_of_pair: Any) -> Any:
+        """Where a buffer's rows begin in their chunk, in slices. In a tile the CTAs' first buffers come before the
+        second ones."""
+        return ((m_block * self.q_stage + buffer) * self.cta_group_size + cta_of_pair) * self.num_slices
+
     @cute.jit
     def send(self, params: Params, sO: cute.Tensor, target: cute.Tensor, first: Int32, buffer: Int32, number: Int32):
-        """Bulk stores of one slice, as one group. target: O of the tile's head and chunk; first: the buffer's place in
-        it, in slices. A slice begins on a swizzle atom (8 rows of 128 bytes) in either layout."""
+        """Bulk stores of one slice, as one group. target: O of the tile's head and chunk. In a buffer, as in
+        slice_layout, a row of a column block is 128 bytes and 8 rows are a swizzle atom; a slice begins on one."""
         tile = (self.build.slice_rows, COLUMNS)
         for column in cutlass.range_constexpr(self.head_dim_v_padded // COLUMNS):
             here = cute.local_tile(sO[None, None, buffer], tile, (number, column))
@@ -179,15 +184,15 @@ class PersistentForwardSm100(FlashAttentionForwardSm100):
             begin = Int64(0)
             for buffer in cutlass.range(self.q_stage, unroll=1):
                 pipeline_o_epi.consumer_wait_w_index_phase(buffer, phase)
-                if const_expr(self.build.pace == "clock"):
-                    if buffer == 0:
-                        begin = ptx.globaltimer()
-                first = ((m_block * self.q_stage + buffer) * self.cta_group_size + cta_of_pair) * self.num_slices
-                filled = cute.ceil_div(params.rows, self.build.slice_rows) - first  # the rest of a chunk: 0 or less too
+                if buffer == 0 and const_expr(self.build.pace == "clock"):
+                    begin = ptx.globaltimer()
+                first = self.first_slice(m_block, buffer, cta_of_pair)
+                filled = cute.ceil_div(params.rows, self.build.slice_rows) - first  # 0 or less behind a chunk's end
                 for number in cutlass.range(cutlass.min(filled, self.num_slices), unroll=1):
+                    sent = buffer * self.num_slices + number
+                    if pace_ns > 0 and sent > 0:
+                        self.pause(begin, sent - 1, pace_ns)
                     self.send(params, sO, target, first, buffer, number)
-                    if pace_ns > 0:
-                        self.pause(begin, buffer * self.num_slices + number, pace_ns)
                 if work.is_valid_tile:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     pipeline_o_epi.consumer_release_w_index(buffer)
