@@ -142,19 +142,20 @@ def config(case: Case) -> dict[str, Any]:
     return model.config | (model.tiny if case.tiny else {})
 
 
-def make(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Any, Inputs]:
-    """The model in inference mode and one forward's inputs, the same numbers on every rank."""
+def make(case: Case, device: torch.device, dtype: torch.dtype, **changes: Any) -> tuple[Any, Inputs]:
+    """The model in inference mode and one forward's inputs, the same numbers on every rank. changes: to its config."""
     import diffusers
 
+    chosen = config(case) | changes
     torch.manual_seed(0)
     with device, _default_dtype(dtype):
-        model = getattr(diffusers, MODELS[case.model].kind)(**config(case))
+        model = getattr(diffusers, MODELS[case.model].kind)(**chosen)
     generator = torch.Generator(device).manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, generator=generator).to(dtype)
 
-    inputs = MODELS[case.model].inputs(case, config(case), draw)
+    inputs = MODELS[case.model].inputs(case, chosen, draw)
     return model.eval().requires_grad_(False), {**inputs, "return_dict": False}
 
 

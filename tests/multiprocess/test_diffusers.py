@@ -63,9 +63,7 @@ def difference(rank, size, name, wrong=None, **options):
     return max((x - want).abs().max().item() for x in got)
 
 
-@pytest.mark.parametrize(
-    "name", ["flux", "wan", "qwen", "qwen_masked", "hunyuan_video", "sd3", "cogvideox", "z_image"]
-)
+@pytest.mark.parametrize("name", ["flux", "wan", "qwen", "qwen_masked", "hunyuan_video", "sd3", "cogvideox", "z_image"])
 def test_equals_the_single_process_model(ranks, name):
     assert max(ranks(2).run(difference, name=name)) < TOLERANCE
 

@@ -143,9 +143,7 @@ def _traced(
     group = context._ulysses_mesh.get_group().group_name
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if masked.is_needed(query, key, value, attn_mask):
-        out: torch.Tensor = masked.operator(
-            query, key, value, attn_mask, group, factor, enable_gqa, _options.timeout_s
-        )
+        out: torch.Tensor = masked.operator(query, key, value, attn_mask, group, factor, enable_gqa, _options.timeout_s)
         return out
     both: tuple[torch.Tensor, torch.Tensor] = schema.ulysses_attention(
         query, key, value, group, _options.kernel, _options.exchange, factor, False, _options.timeout_s

@@ -50,13 +50,12 @@ def attend(
 def gather_mask(mask: torch.Tensor, group: Group) -> torch.Tensor:
     """A mask over this rank's keys to one over all keys, (B or 1, h or 1, 1, T), in the order of the gathered keys."""
     mask = mask[:, None, None, :] if mask.dim() == 2 else mask
-    if mask.shape[1] > 1:
-        mask = mask.chunk(group.size, dim=1)[group.rank]
     words = mask.contiguous()
     words = words.view(torch.uint8) if words.dtype == torch.bool else words  # gloo has no booleans
     parts = [torch.empty_like(words) for _ in range(group.size)]
     dist.all_gather(parts, words, group=group.handle)
-    return torch.cat(parts, dim=-1).view(mask.dtype)
+    whole = torch.cat(parts, dim=-1).view(mask.dtype)
+    return whole if whole.shape[1] == 1 else whole.chunk(group.size, dim=1)[group.rank]
 
 
 def _problem(

@@ -1,0 +1,101 @@
+"""The options of `fa-a2a dit`, and what they start. Imports no torch before a measurement runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigurationError, ShapeError
+from . import checks
+
+if TYPE_CHECKING:
+    from .dit_models import Case
+
+# Qwen-Image's 1328 x 1328 makes 83 x 83 tokens, which divide over no number of ranks; 1664 x 928 is another of its own
+# sizes and divides over 8.
+DEFAULT = ("flux:1024x1024", "flux:2048x2048", "wan:832x480x81", "qwen:1664x928")
+_ON_CPU = ("flux:128x128", "wan:64x96x5", "qwen:128x128")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        metavar="MODEL:WIDTHxHEIGHT[xFRAMES]",
+        help=f"flux, wan or qwen, at a size in pixels; {' '.join(DEFAULT)}",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="cuda where there is a GPU; cpu: narrow models, a check"
+    )
+    parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument("--text", type=int, help="text tokens; 512, on CPUs 32")
+    parser.add_argument("--modes", default="eager,graph", help="eager, graph or both; on CPUs eager")
+    parser.add_argument("--rounds", type=int, help="timed rounds; 5, on CPUs 1")
+    parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/dit.jsonl"), help="JSON lines go here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .. import config
+    from ..integrations import diffusers as integration
+    from . import dit, launch, main
+
+    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
+    counts = main.rank_counts(arguments.ranks, kind)
+    modes = tuple(arguments.modes.split(","))
+    if unknown := [mode for mode in modes if mode not in dit.MODES]:
+        raise ConfigurationError(f"--modes takes {', '.join(dit.MODES)} with commas between, got {unknown[0]!r}")
+    if kind == "cpu":
+        modes = ("eager",)
+    cases = parse(arguments, kind, counts)
+    config.check()
+    integration.enable()  # raises without a tested diffusers, before ranks start
+    integration.disable()
+    checks.appendable(arguments.out)
+    if kind == "cpu" and launch.is_main():
+        print(
+            "CPU processes, narrow models: a check that the outputs agree; their times say nothing of GPUs.", flush=True
+        )
+    for count in counts:
+        launch.run(dit.body, count, kind, cases, modes, arguments.out)
+    if launch.is_main():
+        dit.show(arguments.out)
+    return 0
+
+
+def parse(arguments: argparse.Namespace, kind: str, counts: list[int]) -> list[Case]:
+    """The cases. Raises ConfigurationError and ShapeError for one that no run can have."""
+    from .dit_models import MODELS, Case, config
+
+    gpu = kind == "cuda"
+    text = arguments.text or (512 if gpu else 32)
+    rounds = arguments.rounds or (5 if gpu else 1)
+    for name, value in (("--text", text), ("--rounds", rounds)):
+        if value < 1:
+            raise ConfigurationError(f"{name} must be at least 1, got {value}")
+    cases = []
+    for given in arguments.cases or (DEFAULT if gpu else _ON_CPU):
+        model, _, size = given.partition(":")
+        try:
+            width, height, frames = (int(x) for x in (size.split("x") + ["1"])[:3])
+            good = model in MODELS and size.count("x") in (1, 2) and min(width // 16, height // 16, frames) >= 1
+        except ValueError:
+            good = False
+        if not good:
+            raise ConfigurationError(
+                f"a case is MODEL:WIDTHxHEIGHT or with xFRAMES, MODEL of {', '.join(MODELS)}, sides of 16 pixels or "
+                f"more; got {given!r}"
+            )
+        case = Case(model, width, height, frames, text, rounds, tiny=not gpu)
+        for count in counts:
+            for what, number in (("image", case.image_tokens), ("text", case.joint_text)):
+                if number % count:
+                    raise ShapeError(f"{given} has {number} {what} tokens, which do not divide over {count} ranks")
+            if config(case)["num_attention_heads"] % count:
+                raise ShapeError(f"{model}'s heads do not divide over {count} ranks")
+        cases.append(case)
+    return cases
