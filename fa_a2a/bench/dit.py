@@ -88,6 +88,7 @@ def _measure(bench: Bench, modes: tuple[str, ...]) -> list[dict[str, Any]]:
                     "attention": way.attention,
                     "median_ms": round(median[name], 3),
                     "speedup_over_single": round(median["single"] / median[name], 4),
+                    "host_ms": _host_ms(calls[name], bench),
                     "max_difference": differences[name],
                     "max_output": bench.want.float().abs().max().item(),
                     "workspace_bytes": held if name == "fa_a2a" else 0,
@@ -123,6 +124,13 @@ def _calls(ways: dict[str, Way], mode: str, bench: Bench) -> tuple[dict[str, Cal
     return calls, notes
 
 
+def _host_ms(call: Callable[[], object], bench: Bench) -> float | None:
+    """How long the host takes to launch a forward on idle GPUs, the slowest rank; None between CPU processes."""
+    if bench.device.type != "cuda":
+        return None
+    return round(bench.slowest_ms(call, to_its_end=False), 3)
+
+
 def _peak_bytes(way: Way, bench: Bench) -> int | None:
     """What torch allocates at most during a forward beyond weights and inputs, the output included."""
     if bench.device.type != "cuda":
@@ -138,5 +146,6 @@ def _peak_bytes(way: Way, bench: Bench) -> int | None:
 def show(out: Path) -> None:
     print(
         "\nms per forward, median over rounds of the slowest rank. x single: speed-up over one GPU; diff.: largest\n"
-        f"difference of the output to one GPU's; held: fa_a2a's symmetric memory; peak: what torch allocates.\nlines: {out}"
+        "difference of the output to one GPU's; held: fa_a2a's symmetric memory; peak: what torch allocates.\n"
+        f"lines: {out}"
     )

@@ -100,8 +100,8 @@ class Bench:
         limit = _TOLERANCE[self.dtype] * self.want.float().abs().max().item()
         if not worst.item() <= limit:
             raise FaA2AError(
-                f"{name} of {self.case.name} on {self.group.size} ranks differs from one GPU by {worst.item():.3g}, more "
-                f"than {limit:.3g}; a bug; no time is reported"
+                f"{name} of {self.case.name} on {self.group.size} ranks differs from one GPU by {worst.item():.3g}, "
+                f"more than {limit:.3g}: a bug; no time is reported"
             )
         return float(worst.item())
 
@@ -109,13 +109,14 @@ class Bench:
         """Why one rank or another cannot take part, the first reason; "" where all can. Collective."""
         return next(filter(None, self.group.exchange(topic, reason, _AGREE_S)), "")
 
-    def slowest_ms(self, call: Callable[[], object]) -> float:
-        """A call's time on the host's clock, to its end; the slowest rank's. Collective."""
+    def slowest_ms(self, call: Callable[[], object], to_its_end: bool = True) -> float:
+        """A call's time on the host's clock, to its end or until it is launched; the slowest rank's. Collective."""
         self.wait()
         dist.barrier()
         begin = time.perf_counter()
         call()
-        self.wait()
+        if to_its_end:
+            self.wait()
         ms = torch.tensor([(time.perf_counter() - begin) * 1e3], dtype=torch.float64, device=self.device)
         dist.all_reduce(ms, op=dist.ReduceOp.MAX)
         return ms.item()

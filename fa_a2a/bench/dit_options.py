@@ -81,7 +81,7 @@ def parse(arguments: argparse.Namespace, kind: str, counts: list[int]) -> list[C
     for given in arguments.cases or (DEFAULT if gpu else _ON_CPU):
         model, _, size = given.partition(":")
         try:
-            width, height, frames = (int(x) for x in (size.split("x") + ["1"])[:3])
+            width, height, frames = (int(x) for x in [*size.split("x"), "1"][:3])
             good = model in MODELS and size.count("x") in (1, 2) and min(width // 16, height // 16, frames) >= 1
         except ValueError:
             good = False

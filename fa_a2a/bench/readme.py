@@ -83,6 +83,30 @@ def layer_table(lines: Lines) -> str:
     return _footnote(_table(header, rows))
 
 
+def dit_table(lines: Lines) -> str:
+    """A row for each model, size and mode, from the newest run of it."""
+    gpu = [line for line in lines if line.get("device") != "CPU"]
+    key = ("world_size", "model", "seq_len", "resolution", "mode", "method")
+    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for x in _newest(gpu, "dit", key):
+        rows.setdefault(tuple(x[name] for name in key[:-1]), {})[x["method"]] = x
+    header = ["P", "model", "S", "mode", "one GPU", "diffusers", "fa_a2a", "x one GPU", "x diffusers", "difference"]
+    cells = []
+    for (ranks, model, seq_len, resolution, mode), run in rows.items():
+        ours, theirs, single = run["fa_a2a"], run.get("diffusers_ulysses"), run.get("single")
+        others = [x["median_ms"] if x else None for x in (single, theirs)]
+        cells.append(
+            [
+                f"{ranks}{_mark(ours)}",
+                *(f"{model} {resolution}", str(seq_len), mode),
+                *("-" if ms is None else f"{ms:.1f}" for ms in (*others, ours["median_ms"])),
+                *("-" if ms is None else f"{ms / ours['median_ms']:.2f}" for ms in others),
+                f"{ours['max_difference'] / ours['max_output']:.3f}",
+            ]
+        )
+    return _footnote(_table([*header], cells))
+
+
 def litmus_table(lines: Lines) -> str:
     rows = [
         [x["variant"] + _mark(x), f"{x['rounds']}", f"{x['stale']}", f"{x['stale_blocks']}"]
@@ -99,6 +123,7 @@ def environment_table(lines: Lines) -> str:
 TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
     "layer": layer_table,
+    "dit": dit_table,
     "litmus": litmus_table,
     "environment": environment_table,
 }

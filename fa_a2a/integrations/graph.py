@@ -1,4 +1,4 @@
-"""A whole forward as one CUDA graph: the host launches once where it launched a kernel for every step of every layer."""
+"""A whole forward as one CUDA graph: one launch by the host where there was one for every step of every layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GraphedForward:
         self._kwargs = {name: _copy(x) for name, x in kwargs.items()}
         self.graph = torch.cuda.CUDAGraph()
         with torch.inference_mode():
-            side, stream = torch.cuda.Stream(), torch.cuda.current_stream()
+            side, stream = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
             side.wait_stream(stream)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):

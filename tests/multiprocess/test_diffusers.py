@@ -1,7 +1,6 @@
 """diffusers models on several processes: the output of the single process, or one clear error."""
 
 import pytest
-import torch
 
 pytest.importorskip("diffusers")
 from diffusion_models import build, clean, forward, parallel

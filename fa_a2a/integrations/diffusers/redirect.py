@@ -15,7 +15,7 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class Redirected:
-    """What a redirected processor has beside its own class: the two attributes that diffusers sets on its processors."""
+    """What a redirected processor has beside its own class: the attributes that diffusers sets on its processors."""
 
     _attention_backend: Any = None
     _parallel_config: Any = None
