@@ -5,7 +5,8 @@ Methods:
   diffusers_ulysses  diffusers' context parallelism with that kernel
   fa_a2a             the same model and plan, set_attention_backend("fa_a2a")
 Modes: eager; graph, one CUDA graph of the whole forward. median_ms: median over rounds of the slowest rank, the methods
-interleaved. max_difference: of the final output to the single GPU's, eager, kernel of another rounding included.
+interleaved. max_difference: of the final output to the single GPU's, eager, kernel of another rounding included;
+wrong_difference: the same of a model whose heads stand in each other's place, of which a quarter is too much.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def _measure(bench: Bench, modes: tuple[str, ...]) -> list[dict[str, Any]]:
                     "speedup_over_single": round(median["single"] / median[name], 4),
                     "host_ms": _host_ms(calls[name], bench),
                     "max_difference": differences[name],
+                    "wrong_difference": bench.wrong_difference,
                     "max_output": bench.want.float().abs().max().item(),
                     "workspace_bytes": held if name == "fa_a2a" else 0,
                     "peak_bytes": peaks[name],

@@ -149,14 +149,30 @@ def make(case: Case, device: torch.device, dtype: torch.dtype, **changes: Any) -
     chosen = config(case) | changes
     torch.manual_seed(0)
     with device, _default_dtype(dtype):
-        model = getattr(diffusers, MODELS[case.model].kind)(**chosen)
+        model = getattr(diffusers, MODELS[case.model].kind)(**chosen).requires_grad_(False)
+    _let_attention_matter(model)
     generator = torch.Generator(device).manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, generator=generator).to(dtype)
 
     inputs = MODELS[case.model].inputs(case, chosen, draw)
-    return model.eval().requires_grad_(False), {**inputs, "return_dict": False}
+    return model.eval(), {**inputs, "return_dict": False}
+
+
+def _let_attention_matter(model: torch.nn.Module) -> None:
+    """Makes the output depend on attention as a trained model's does.
+
+    With the modules' own initialisation scores are so flat that attention is the mean over thousands of keys, about
+    zero, and each of the linear layers behind it makes it smaller. A wrong exchange would hide in the rounding. With
+    twice the norm's weight on q and k a few keys get most of a query's attention; weights of variance 1 / inputs keep
+    its size.
+    """
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.mul_(3**0.5)
+        elif any(norm in name for norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")):
+            weight.mul_(2)
 
 
 @contextlib.contextmanager

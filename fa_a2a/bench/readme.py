@@ -84,27 +84,40 @@ def layer_table(lines: Lines) -> str:
 
 
 def dit_table(lines: Lines) -> str:
-    """A row for each model, size and mode, from the newest run of it."""
+    """A row for each model and size, from the newest run of it; ms eager / in a graph. difference: to one GPU's output,
+    as part of what heads in each other's place make."""
     gpu = [line for line in lines if line.get("device") != "CPU"]
-    key = ("world_size", "model", "seq_len", "resolution", "mode", "method")
-    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for x in _newest(gpu, "dit", key):
-        rows.setdefault(tuple(x[name] for name in key[:-1]), {})[x["method"]] = x
-    header = ["P", "model", "S", "mode", "one GPU", "diffusers", "fa_a2a", "x one GPU", "x diffusers", "difference"]
+    rows: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
+    for x in _newest(gpu, "dit", ("world_size", "model", "seq_len", "resolution", "method", "mode")):
+        key = (x["world_size"], f"{x['model']} {x['resolution']}", x["seq_len"])
+        rows.setdefault(key, {})[x["method"], x["mode"]] = x
+    header = ["P", "model", "S", "one GPU", "diffusers", "fa_a2a", "x one GPU", "x diffusers", "difference"]
     cells = []
-    for (ranks, model, seq_len, resolution, mode), run in rows.items():
-        ours, theirs, single = run["fa_a2a"], run.get("diffusers_ulysses"), run.get("single")
-        others = [x["median_ms"] if x else None for x in (single, theirs)]
+    for (ranks, model, seq_len), run in rows.items():
+        ours = [x for (method, _), x in run.items() if method == "fa_a2a"]
+        ms = {name: [_ms(run, name, mode) for mode in _MODES] for name in ("single", "diffusers_ulysses", "fa_a2a")}
+        parts = [x["max_difference"] / x["wrong_difference"] for x in ours if "wrong_difference" in x]
         cells.append(
             [
-                f"{ranks}{_mark(ours)}",
-                *(f"{model} {resolution}", str(seq_len), mode),
-                *("-" if ms is None else f"{ms:.1f}" for ms in (*others, ours["median_ms"])),
-                *("-" if ms is None else f"{ms / ours['median_ms']:.2f}" for ms in others),
-                f"{ours['max_difference'] / ours['max_output']:.3f}",
+                f"{ranks}{max(_mark(x) for x in ours)}",
+                *(model, str(seq_len)),
+                *(" / ".join("-" if x is None else f"{x:.1f}" for x in each) for each in ms.values()),
+                *(_ratios(ms[name], ms["fa_a2a"]) for name in ("single", "diffusers_ulysses")),
+                f"{max(parts):.3f}" if parts else "-",
             ]
         )
-    return _footnote(_table([*header], cells))
+    return _footnote(_table(header, cells))
+
+
+_MODES = ("eager", "graph")
+
+
+def _ms(run: dict[tuple[str, str], dict[str, Any]], method: str, mode: str) -> float | None:
+    return run[method, mode]["median_ms"] if (method, mode) in run else None
+
+
+def _ratios(theirs: list[float | None], ours: list[float | None]) -> str:
+    return " / ".join("-" if a is None or b is None else f"{a / b:.2f}" for a, b in zip(theirs, ours))
 
 
 def litmus_table(lines: Lines) -> str:

@@ -13,7 +13,7 @@ from fa_a2a.integrations.graph import GraphedForward
 def line(method, median_ms, **fields):
     shape = {"world_size": 4, "model": "flux", "resolution": "1024x1024", "seq_len": 4608, "mode": "graph"}
     kind = {"kind": "dit", "device": "GPU", "content_hash": record.content_hash("dit"), "attention": "fa4"}
-    ours = {"max_difference": 0.1, "max_output": 4.0, "workspace_bytes": 3 << 20, "peak_bytes": None, "note": ""}
+    ours = {"max_difference": 0.1, "wrong_difference": 4.0, "workspace_bytes": 3 << 20, "peak_bytes": None, "note": ""}
     return {**kind, **shape, **ours, "method": method, "median_ms": median_ms, **fields}
 
 
@@ -27,10 +27,12 @@ def parse(*options, kind="cuda", counts=(2, 4, 8)):
 
 def test_readme_table():
     rows = readme.fill("<!-- dit -->\n<!-- /dit -->", run()).splitlines()
-    assert rows[3] == "| 4 | flux 1024x1024 | 4608 | graph | 180.0 | 90.0 | 60.0 | 3.00 | 1.50 | 0.025 |"
+    assert rows[3] == "| 4 | flux 1024x1024 | 4608 | - / 180.0 | - / 90.0 | - / 60.0 | - / 3.00 | - / 1.50 | 0.025 |"
     assert "| 4† |" in readme.dit_table(run(content_hash="old"))
     assert len(readme.dit_table(run(device="CPU")).splitlines()) == 2
-    assert " - | 90.0 | 60.0 | - | 1.50 |" in readme.dit_table(run()[1:])
+    assert " | - / - | - / 90.0 | - / 60.0 | - / - | - / 1.50 |" in readme.dit_table(run()[1:])
+    both = readme.dit_table([*run(), *run(mode="eager")])
+    assert len(both.splitlines()) == 3 and " 180.0 / 180.0 | 90.0 / 90.0 | 60.0 / 60.0 |" in both
 
 
 def test_row():
