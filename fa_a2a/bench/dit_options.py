@@ -60,16 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
         print(
             "CPU processes, narrow models: a check that the outputs agree; their times say nothing of GPUs.", flush=True
         )
-    for count in counts:
-        launch.run(dit.body, count, kind, cases, modes, arguments.out)
+    for count, fitting in cases.items():
+        launch.run(dit.body, count, kind, fitting, modes, arguments.out)
     if launch.is_main():
         dit.show(arguments.out)
     return 0
 
 
-def parse(arguments: argparse.Namespace, kind: str, counts: list[int]) -> list[Case]:
-    """The cases. Raises ConfigurationError and ShapeError for one that no run can have."""
-    from .dit_models import MODELS, Case, config
+def parse(arguments: argparse.Namespace, kind: str, counts: list[int]) -> dict[int, list[Case]]:
+    """The cases of each number of ranks. Raises ConfigurationError and ShapeError for one that no run can have; of the
+    default ones with the default text, those that do not divide over the ranks are left out."""
+    from .dit_models import Case
 
     gpu = kind == "cuda"
     text = arguments.text or (512 if gpu else 32)
@@ -77,25 +78,42 @@ def parse(arguments: argparse.Namespace, kind: str, counts: list[int]) -> list[C
     for name, value in (("--text", text), ("--rounds", rounds)):
         if value < 1:
             raise ConfigurationError(f"{name} must be at least 1, got {value}")
-    cases = []
-    for given in arguments.cases or (DEFAULT if gpu else _ON_CPU):
-        model, _, size = given.partition(":")
-        try:
-            width, height, frames = (int(x) for x in [*size.split("x"), "1"][:3])
-            good = model in MODELS and size.count("x") in (1, 2) and min(width // 16, height // 16, frames) >= 1
-        except ValueError:
-            good = False
-        if not good:
-            raise ConfigurationError(
-                f"a case is MODEL:WIDTHxHEIGHT or with xFRAMES, MODEL of {', '.join(MODELS)}, sides of 16 pixels or "
-                f"more; got {given!r}"
+    sizes = [_size(given) for given in arguments.cases or (DEFAULT if gpu else _ON_CPU)]
+    cases = [Case(*size, text, rounds, tiny=not gpu) for size in sizes]
+    found = {}
+    for count in counts:
+        problems = {case: problem for case in cases if (problem := _indivisible(case, count))}
+        if problems and (arguments.cases or arguments.text or len(problems) == len(cases)):
+            raise ShapeError(next(iter(problems.values())))
+        found[count] = [case for case in cases if case not in problems]
+    return found
+
+
+def _size(given: str) -> tuple[str, int, int, int]:
+    from .dit_models import MODELS
+
+    model, _, size = given.partition(":")
+    try:
+        width, height, frames = (int(x) for x in [*size.split("x"), "1"][:3])
+        if model in MODELS and size.count("x") in (1, 2) and min(width // 16, height // 16, frames) >= 1:
+            return model, width, height, frames
+    except ValueError:
+        pass
+    raise ConfigurationError(
+        f"a case is MODEL:WIDTHxHEIGHT or with xFRAMES, MODEL of {', '.join(MODELS)}, sides of 16 pixels or more; "
+        f"got {given!r}"
+    )
+
+
+def _indivisible(case: Case, count: int) -> str:
+    """What of the case does not divide over the ranks; "" where all does."""
+    from .dit_models import config
+
+    parts = {"image tokens": case.image_tokens, "text tokens": case.joint_text}
+    parts["heads"] = config(case)["num_attention_heads"]
+    for what, number in parts.items():
+        if number % count:
+            return (
+                f"{case.name} has {number} {what}, which do not divide over {count} ranks; choose other sizes or ranks"
             )
-        case = Case(model, width, height, frames, text, rounds, tiny=not gpu)
-        for count in counts:
-            for what, number in (("image", case.image_tokens), ("text", case.joint_text)):
-                if number % count:
-                    raise ShapeError(f"{given} has {number} {what} tokens, which do not divide over {count} ranks")
-            if config(case)["num_attention_heads"] % count:
-                raise ShapeError(f"{model}'s heads do not divide over {count} ranks")
-        cases.append(case)
-    return cases
+    return ""

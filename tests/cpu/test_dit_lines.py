@@ -22,7 +22,7 @@ def run(**fields):
 
 
 def parse(*options, kind="cuda", counts=(2, 4, 8)):
-    return dit_options.parse(_parser().parse_args(["dit", *options]), kind, list(counts))
+    return dit_options.parse(_parser().parse_args(["dit", *options]), kind, list(counts))[counts[-1]]
 
 
 def test_readme_table():
@@ -51,6 +51,7 @@ def test_default_sizes():
     }
     assert all(MODELS[case.model].config["attention_head_dim"] == 128 and not case.tiny for case in cases)
     assert all(case.tiny for case in parse(kind="cpu", counts=(2, 4)))
+    assert [case.model for case in parse(counts=(8,))] == ["flux", "flux", "qwen"]  # Wan's 12 heads
     assert Case("wan", 832, 480, 81).grid == (21, 30, 52)
 
 
@@ -62,6 +63,7 @@ def test_default_sizes():
         (["flux:1024xlarge"], "a case is MODEL:WIDTHxHEIGHT"),
         (["flux:8x1024"], "sides of 16 pixels"),
         (["qwen:1328x1328"], "6889 image tokens, which do not divide over 4 ranks"),
+        (["flux:1024x1024", "qwen:1328x1328"], "6889 image tokens"),
         (["--text", "30"], "30 text tokens"),
         (["--rounds", "-1"], "--rounds must be at least 1"),
         (["--modes", "eager,fast"], "--modes takes eager, graph"),

@@ -118,14 +118,14 @@ def forward(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return torch.stack(list(out)) if isinstance(out, (list, tuple)) else out
 
 
-def parallel(model: Any, size: int, **options: Any) -> Any:
-    """A twin of the model on `size` ranks with the backend."""
+def parallel(model: Any, size: int, mesh: Any = None, **options: Any) -> Any:
+    """A twin of the model on `size` ranks, the axis of a mesh where one is given, with the backend."""
     from diffusers import ContextParallelConfig
 
     fa.enable(**options)
     other = twin(model)
     other.set_attention_backend("fa_a2a")
-    fa.parallelize(other, ContextParallelConfig(ulysses_degree=size))
+    fa.parallelize(other, ContextParallelConfig(ulysses_degree=size, mesh=mesh))
     return other
 
 

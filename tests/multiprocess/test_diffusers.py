@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("diffusers")
 from diffusion_models import build, clean, forward, parallel
 
+import fa_a2a
 from fa_a2a.comm import collectives
 from fa_a2a.ops import fused
 from fa_a2a.ops.kernels import Sink
@@ -77,3 +78,22 @@ def test_equals_the_single_process_model_on_four_ranks(ranks, name):
 )
 def test_a_wrong_exchange_is_seen(ranks, name, wrong):
     assert min(ranks(2).run(difference, name=name, wrong=wrong)) > 100 * TOLERANCE
+
+
+def beside_each_other(rank, size):
+    """Two pairs of ranks, each with other inputs."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size // 2, 1, 2), mesh_dim_names=("data", "ring", "ulysses"))
+    model, inputs = build("flux")
+    inputs["hidden_states"] = inputs["hidden_states"] * (1 + mesh.get_local_rank("data"))
+    other = parallel(model, 2, mesh=mesh)
+    try:
+        return (forward(other, inputs) - forward(model, inputs)).abs().max().item()
+    finally:
+        fa_a2a.close(mesh["ulysses"])
+        clean(other)
+
+
+def test_an_axis_of_a_larger_mesh(ranks):
+    assert max(ranks(4).run(beside_each_other)) < TOLERANCE
