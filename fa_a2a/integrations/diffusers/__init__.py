@@ -6,9 +6,6 @@ from fa_a2a.integrations import diffusers as fa
 fa.enable()
 model.set_attention_backend("fa_a2a")
 model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=P))   # or fa.parallelize(model, config)
-
-`model.compile_repeated_blocks(fullgraph=True)` works after one forward: diffusers' hooks read a signature in their first
-call, which torch.compile cannot trace. `integrations.graph` captures a forward, compiled or not, as one CUDA graph.
 """
 
 from .plans import parallelize
