@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import config
+from .sources import code_of
 
 _PACKAGE = Path(__file__).parents[1]
 _PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nvshmem4py-cu13", "triton", "diffusers")
@@ -42,6 +43,7 @@ _LAYER = (
     *_ATTENTION,
     "nn.py",
     "ops/functional.py",
+    "ops/layer.py",
     "ops/pace.py",
     "ops/scatter.py",
     "fa4_a2a/forward*.py",
@@ -60,7 +62,7 @@ _FILES = {  # what the figures of a kind of line depend on
 
 
 def content_hash(kind: str) -> str:
-    """Hash of the sources that a figure of this kind depends on. A line with another one is stale.
+    """Hash of the code that a figure of this kind depends on, words left out. A line with another one is stale.
 
     Of a kind that is not listed: everything in comm, ops and the kernels.
     """
@@ -72,7 +74,7 @@ def content_hash(kind: str) -> str:
         ours = not pattern.startswith("fa4_a2a/")
         root = _PACKAGE if ours else kernels
         for file in sorted(root.glob(pattern.removeprefix("fa4_a2a/"))) if root else ():
-            digest.update(f"{'' if ours else 'fa4_a2a/'}{file.name}\n".encode() + file.read_bytes())
+            digest.update(f"{'' if ours else 'fa4_a2a/'}{file.name}\n".encode() + code_of(file))
     return digest.hexdigest()[:16]
 
 
