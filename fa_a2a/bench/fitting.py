@@ -52,11 +52,12 @@ def profile_of(
             f"a profile needs attention's speed, which the samples do not hold; got none, and no profile of "
             f"{run.device!r} is known; give --attention-tflops or --base"
         )
-    publish_us = None
-    if taken is not None and taken.num_ranks == run.num_ranks and taken.publish_us is not None:
-        publish_us = taken.publish_us
-        source += f"; publish_us from {taken.name}"
-    return found.profile(name=name or slug(run), attention=attention, publish_us=publish_us, source=source)
+    times: dict[str, float | None] = {"publish_us": None, "publish_inside_us": None}
+    for field in times:
+        if taken is not None and taken.num_ranks == run.num_ranks and (value := getattr(taken, field)) is not None:
+            times[field] = value
+            source += f"; {field} from {taken.name}"
+    return found.profile(name=name or slug(run), attention=attention, source=source, **times)
 
 
 def slug(run: Run) -> str:
