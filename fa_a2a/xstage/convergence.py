@@ -100,8 +100,8 @@ def report(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     count = {v: sum(c.verdict == v for c in found) for v in ("agree", "undecided", "apart")}
     apart = [c for c in found if c.verdict == "apart"]
     head = (
-        f"X-Stage: {count['agree']} of {len(found)} costs as predicted, {count['undecided']} undecided (the measurement "
-        f"scatters more than the tolerance), {count['apart']} apart"
+        f"X-Stage: {count['agree']} of {len(found)} costs as predicted, {count['undecided']} undecided (the "
+        f"measurement scatters too much), {count['apart']} apart"
     )
     if not apart:
         return [head]

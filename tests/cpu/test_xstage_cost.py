@@ -76,7 +76,7 @@ def test_recorded_paces():
             "unpaced": ("warp", "last", 0),
             "persistent": ("warp", "last", 3000),
         }.items():
-            line = lines[*key, seq_len]
+            line = lines[(*key, seq_len)]
             cost = predicted(kernel, seq_len, 24, H200X2)
             assert abs(cost.sender_us - line["cost_sender_us"]) <= 5.0, (kernel, seq_len)
 
