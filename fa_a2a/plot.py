@@ -20,8 +20,8 @@ _MIB = 1024**2
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
-    """A plot for each kind of line there is: of the first kind at `path`, of the others beside it, and one of the sweep's
-    costs as predicted. Returns where.
+    """A plot for each kind of line there is: of the first kind at `path`, of the others beside it, and one of
+    the sweep's costs as predicted. Returns where.
 
     ConfigurationError where no line can be plotted.
     """

@@ -94,6 +94,6 @@ def _kernel(arguments: argparse.Namespace, profile: PlatformProfile, store: Stor
     run = simulate_attention(shape, profile, kernel, store=store)
     print(
         f"simulated launch, all SMs in step: cost {run.cost_us:.1f} us; a tile's stores wait {run.longest_wait_us:.1f} "
-        f"us at most; the path holds up to {run.peak_bytes / 1024**2:.2f} MiB; the last byte arrives {run.tail_us:.1f} us "
-        "behind the end"
+        f"us at most; the path holds up to {run.peak_bytes / 1024**2:.2f} MiB; the last byte arrives {run.tail_us:.1f} "
+        "us behind the end"
     )

@@ -46,8 +46,8 @@ def _predict(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def residual(lines: Lines, path: Path) -> None:
-    """A panel for the sender-visible time and one for the ready time, in per cent of attention alone: cost with its 95 %
-    interval, E_res, and the predicted cost as a line; a colour for each kernel, P and H. One device a plot."""
+    """A panel for the sender-visible time and one for the ready time, in per cent of attention alone: cost with its
+    95 % interval, E_res, and the predicted cost as a line; a colour for each kernel, P and H. One device a plot."""
     lines = parts.latest(lines, "sweep", ("kernel",), (*_COSTS, "predicted_sender_us"))
     labels, _ = parts.details(lines)
     plt = parts.pyplot()
