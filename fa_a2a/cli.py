@@ -118,7 +118,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         checks.appendable(arguments.out)
         checks.writable(arguments.profile_out, "--profile-out")
         checks.writable(arguments.plot, "--plot")
-        launch.run(calibrate.body, ranks, "cuda", arguments.rounds, arguments.quick, arguments.out)
+        launch.run(calibrate.whole, ranks, "cuda", arguments.rounds, arguments.quick, arguments.out)
         if not launch.is_main():
             return 0
     fitting.report(arguments)

@@ -4,7 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import fa_a2a
+from fa_a2a import UlyssesAttention
 from fa_a2a.ops import advice
 from fa_a2a.ops.request import Request
 from fa_a2a.xstage import DESIGNS, load_profile
@@ -77,3 +80,19 @@ def test_the_kernel_whose_stores_cost_least(monkeypatch):
 
 def test_a_cpu_is_no_gpu():
     assert advice.gpu_of(torch.device("cpu")) is None
+
+
+def test_a_call_in_steady_state_asks_no_model(monkeypatch):
+    asked = []
+    monkeypatch.setattr(advice, "gpu_of", lambda device: asked.append(device))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = UlyssesAttention()
+        for _ in range(3):
+            layer(*torch.randn(3, 1, 32, 2, 16))
+        assert len(asked) == 1
+        layer(*torch.randn(3, 1, 64, 2, 16))
+        assert len(asked) == 2
+    finally:
+        fa_a2a.close()
+        dist.destroy_process_group()
