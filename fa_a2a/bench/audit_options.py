@@ -16,9 +16,9 @@ from ..xstage import (
     load_profile,
     predict_cost,
 )
+from ..xstage.attention_run import simulate_attention
 from ..xstage.platform import StoreName
 from ..xstage.shape import OwnChunk
-from ..xstage.simulate import simulate_attention
 
 EVERY = "all"
 

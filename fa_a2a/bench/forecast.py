@@ -19,7 +19,7 @@ from ..xstage import (
     profile_hash,
     shipped_profile,
 )
-from ..xstage.simulate import simulate_attention
+from ..xstage.attention_run import simulate_attention
 from .record import device_name
 
 if TYPE_CHECKING:
