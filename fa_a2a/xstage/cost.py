@@ -1,7 +1,7 @@
 """What a fused kernel's remote stores cost, term by term, from its design, the shape and the platform's profile alone.
 
-The cost is that of DESIGN's `cost`: the kernel with its stores to the peers, less the same kernel with all stores
-local. `stock` is attention.py's audit. For a kernel with staging of its own, whose blocks stay:
+Cost: the time of the kernel with its stores to the peers, less that of the same kernel with all stores local. `stock`
+is attention.py's audit. For a kernel with staging of its own, whose blocks stay:
 
 - Waves of tiles lie one Q-loop apart. A tile leaves during the next Q-loop: paced in min(headroom * V/R, half of the
   Q-loop), or at once.
@@ -12,9 +12,8 @@ local. `stock` is attention.py's audit. For a kernel with staging of its own, wh
 - Backpressure [V/R - T0 - G]+ for each wave whose Q-loop is shorter than the drain, whatever the pace.
 - The last wave's remote tiles leave at once and drain after the kernel's computation: V/R of them. With the own chunk
   last there are none once the own tiles fill that wave.
-- Publication comes on top of that for the ready time. What a rank waits for one that is slower in that call is not in
-  it: costs of 10 us and more at calls of milliseconds, where two GPUs' clocks differ by a per cent, are not the
-  exchange's.
+- Publication comes on top of that for the ready time. That each call also waits for the rank that is slowest in it is
+  not modelled: on 2x H200 ready exceeds sender-visible time by about 1 % of calls that take a millisecond or more.
 """
 
 from __future__ import annotations
