@@ -37,23 +37,25 @@ _ATTENTION = (
     "comm/*memory.py",
     "comm/coll*.py",
 )
+_LAYER = (
+    *_SIGNAL,
+    *_ATTENTION,
+    "nn.py",
+    "ops/functional.py",
+    "ops/pace.py",
+    "ops/scatter.py",
+    "fa4_a2a/forward*.py",
+    "fa4_a2a/persistent*.py",
+    "fa4_a2a/scatter*.py",
+)
 _FILES = {  # what the figures of a kind of line depend on
     "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
-    "layer": (
-        *_SIGNAL,
-        *_ATTENTION,
-        "nn.py",
-        "ops/functional.py",
-        "ops/pace.py",
-        "ops/scatter.py",
-        "fa4_a2a/forward*.py",
-        "fa4_a2a/persistent*.py",
-        "fa4_a2a/scatter*.py",
-    ),
+    "layer": _LAYER,
+    "dit": (*_LAYER, "integrations/diffusers/*.py", "integrations/graph.py"),
 }
 
 
