@@ -121,26 +121,11 @@ def _ratios(theirs: list[float | None], ours: list[float | None]) -> str:
 
 
 def litmus_table(lines: Lines) -> str:
-    rows = [
-        [x["variant"] + _mark(x), f"{x['rounds']}", f"{x['stale']}", f"{x['stale_blocks']}"]
-        for x in _newest(lines, "litmus", ("variant",))
-    ]
-    return _footnote(_table(["variant", "rounds", "stale words", "in blocks"], rows))
-
-
-def soak_table(lines: Lines) -> str:
-    rows = [
-        [
-            f"{x['device']} x {x['world_size']}{_mark(x)}",
-            *(f"{x['calls']}", f"{x['longest_delay_us']:g}", "yes" if x["traffic"] else "no"),
-            *(f"{x['wrong'] + x['wrong_traffic']}", f"{x['seconds']:.0f}"),
-            f"{x['call_us_early']:.0f} / {x['call_us_late']:.0f}",
-            f"{(x['resident_bytes_end'] - x['resident_bytes_start']) / 2**20:+.1f}",
-        ]
-        for x in _newest(lines, "soak", ("device", "world_size", "longest_delay_us", "traffic"))
-    ]
-    header = ["ranks", "calls", "delays up to (us)", "traffic", "wrong", "s", "us a call early / late", "memory (MiB)"]
-    return _footnote(_table(header, rows))
+    """One sentence: the variants that must be sound, then the controls, which need not be."""
+    newest = _newest(lines, "litmus", ("variant",))
+    told = [f"`{x['variant']}`{_mark(x)} {x['stale']} in {x['rounds']} rounds" for x in newest]
+    sound, controls = ([text for text in told if ("control" in text) == wanted] for wanted in (False, True))
+    return _footnote(f"Stale words: {', '.join(sound)}; without a fence {', '.join(controls)}.")
 
 
 def environment_table(lines: Lines) -> str:
@@ -153,7 +138,6 @@ TABLES: dict[str, Callable[[Lines], str]] = {
     "layer": layer_table,
     "dit": dit_table,
     "litmus": litmus_table,
-    "soak": soak_table,
     "environment": environment_table,
 }
 

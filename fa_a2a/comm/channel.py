@@ -32,13 +32,13 @@ class Channel:
         self._base = dist.distributed_c10d.PrefixStore(f"fa_a2a/{name}/{ranks}", store)
         self._number = secrets.token_hex(8)
         self._met: Any = None
-        self._incarnation = 0  # counts reset(); every rank resets, so the numbers agree
+        self.incarnation = 0  # counts reset(); every rank resets, so the numbers agree
         self._count = 0
         self._last_key: str | None = None
 
     def reset(self) -> None:
         """Forgets what was said. Collective in spirit: the keys move on with every reset."""
-        self._incarnation += 1
+        self.incarnation += 1
         self._count = 0
 
     # -- meeting -----------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Channel:
         says whether a rank has come by now, and may raise.
         Raises PeerTimeoutError naming the ranks that did not come within `timeout_s` seconds.
         """
-        prefix = f"{self._incarnation}/{self._count}/{topic}"
+        prefix = f"{self.incarnation}/{self._count}/{topic}"
         self._count += 1
         try:
             store = self._store(topic, timeout_s)
@@ -130,7 +130,7 @@ class Channel:
 
     @property
     def _abandoned(self) -> str:
-        return f"{self._incarnation}/abandoned"
+        return f"{self.incarnation}/abandoned"
 
     def _abandon(self, error: BaseException) -> None:
         """Tells ranks that come later that nobody waits for them any more. Best effort: the store may be gone."""
@@ -171,7 +171,7 @@ class Channel:
             raise self._gone("close", error) from error
 
     def _leave(self, poisoned: str | None, timeout_s: float) -> str | None:
-        keys = [f"{self._incarnation}/leaving/{r}" for r in range(self.size)]
+        keys = [f"{self.incarnation}/leaving/{r}" for r in range(self.size)]
         store = self._store("close", timeout_s)
         store.set(keys[self.rank], json.dumps(poisoned))
         if poisoned is not None:
@@ -187,10 +187,10 @@ class Channel:
             return f"a rank did not wait: {end}"
         errors = [json.loads(store.get(key)) for key in keys]
         self._sweep(keys[self.rank])
-        store.delete_key(f"{self._incarnation - 1}/end")  # all have read it: they were through with that leave
+        store.delete_key(f"{self.incarnation - 1}/end")  # all have read it: they were through with that leave
         return next(filter(None, errors), None)
 
     def _end(self, proposal: str) -> str:
         """The end of this leave: what the first rank proposed, "" for a good one."""
-        key = f"{self._incarnation}/end"
+        key = f"{self.incarnation}/end"
         return str(json.loads(self._met.compare_set(key, "", json.dumps(proposal))))

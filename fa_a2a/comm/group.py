@@ -39,6 +39,11 @@ class Group:
         self.workspace: Workspace | None = None
         self._channel = Channel(_default_store(), self.name, self.ranks, self.rank)
 
+    @property
+    def incarnation(self) -> int:
+        """Counts reset(); every rank resets, so the numbers agree."""
+        return self._channel.incarnation
+
     def check_process(self) -> None:
         """Raises GroupError in a forked child: the store and the ranks' memory are its parent's."""
         if os.getpid() != self.pid:

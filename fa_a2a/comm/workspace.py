@@ -6,6 +6,8 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
   attention  starts after acquiring arrived >= n from every peer. An owner published that after its last use of O of
              call n-1 in stream order, so O may be overwritten.
   ready      is published when the attention kernel has ended, and acquired from every peer before O is read.
+A rank that can make no further step says so in a word beside these (Notice in layout.py), which waits look at; without
+it they would end at their deadlines only.
 """
 
 from __future__ import annotations
