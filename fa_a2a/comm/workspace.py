@@ -26,14 +26,16 @@ from ..layout import (
     EPOCH_WORD,
     READY_WORD,
     SIGNAL_BYTES,
+    TOLD_WORD,
     ExchangeShape,
+    Notice,
     Reason,
     Word,
     WorkspaceMap,
     chunk_owners,
     signed_difference,
 )
-from .symmetric import SymmetricBlock, SymmetricMemory
+from .symmetric import Fault, SymmetricBlock, SymmetricMemory
 
 if TYPE_CHECKING:
     from ..ops.plan import Plan
@@ -246,9 +248,14 @@ class Workspace:
         self.memory.signal(self.signals, Word.ARRIVED, advance=True, publish=True, fingerprint=0)
 
     def peers_ahead(self) -> list[int]:
-        """Ranks that have already begun the call after this rank's last one. Waits for work enqueued so far."""
+        """Ranks that have already begun the call after this rank's last one. Waits for work enqueued so far.
+
+        Raises PeerFailedError or PeerTimeoutError where a rank has told that it makes no further step.
+        """
         words = self.memory.words(self.signals)
         epoch = words[EPOCH_WORD]
+        if (notice := Notice.unpacked(words[TOLD_WORD])) is not None:
+            raise Fault.told(notice, Word.ARRIVED, self.group.rank, epoch + 1).error(0.0)
         return [r for r in range(self.group.size) if signed_difference(words[ARRIVED_WORD + r], epoch) > 0]
 
     def _signal(self, word: Word, timeout_s: float, **steps: Any) -> None:

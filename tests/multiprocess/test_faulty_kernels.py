@@ -122,3 +122,39 @@ def test_kernel_failure_is_told_to_the_peers_at_once_and_close_recovers(ranks):
         assert seconds < 10
         assert refused.error == "WorkspaceError"
         assert well
+
+
+def failure_beside_an_agreement(rank, size):
+    """The stores of rank 1's second call raise, while the others want to agree on a new shape for theirs."""
+    fa_a2a.close()
+    call(rank, size)
+    if rank == 1:
+
+        def broken(*_):
+            raise RuntimeError("no memory")
+
+        for prepared in resolve(None).workspace.prepared.values():
+            if hasattr(prepared, "store"):
+                prepared.store = broken
+        time.sleep(0.3)
+        outcome = None
+        try:
+            call(rank, size)
+        except RuntimeError as error:
+            outcome = str(error)
+    else:
+        outcome = attempt(UlyssesAttention(**FUSED, timeout_s=60), *inputs(rank, size, rows=11))
+    torch.distributed.barrier()
+    fa_a2a.close()
+    return outcome, works(rank, size)
+
+
+def test_a_failure_is_heard_of_in_an_agreement_too(ranks):
+    for rank, (outcome, well) in enumerate(ranks(3).run(failure_beside_an_agreement)):
+        if rank == 1:
+            assert outcome == "no memory"
+        else:
+            assert outcome.error in ("PeerFailedError", "PeerTimeoutError"), outcome
+            assert "rank 1 failed in call 2" in outcome.text
+            assert outcome.seconds < 10
+        assert well
