@@ -44,9 +44,6 @@ struct Config {
   static_assert(kGroups == 2 || kGroups == 3);
   static_assert(kHeadDim % kColumns == 0 && kKeys % 16 == 0 && kKeys <= 256);
 
-  // Both halves of a key tile begin on a swizzle atom of 8 rows: each block of a cluster loads one for both.
-  static constexpr int kHalfKeys = kKeys / 2;
-  static_assert(kHalfKeys % 8 == 0);
 
   using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;

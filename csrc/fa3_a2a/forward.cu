@@ -1,5 +1,17 @@
-// Attention forward for sm_90a with the all-to-all after it inside: the entry points of one object, for one head dimension
-// and one element type (FA3_HEAD_DIM, FA3_HALF). See README.md for the parts.
+// Attention forward for sm_90a with the all-to-all after it inside: the entry point of one object, for one head dimension
+// and one element type. Compile with -DFA3_HEAD_DIM, FA3_HALF, FA3_GROUPS (of 64 query rows), FA3_KEYS, FA3_STAGED.
+// README.md says what is where.
+//
+// Versions, one H200, bfloat16, D = 128, TFLOP/s (best of the rounds / median under load), 2026-11-30:
+//   1  two consumer warpgroups, 128 rows, P in registers, both overlaps, closing P V issued with the next tile's S.
+//      Predicted 700-740 at (8192, 6). Measured by keys, staged output: 128: 713 / 665, 144: 720 / 677, 160: 725 / 672;
+//      direct output: 144: 714 / 671, 160: 722 / 670, 176: 730 / 678. At (4608, 6): 599, 612, 605; 608, 602, 592 (best):
+//      32 key tiles of 144 divide 4608.
+//   2  K and V shared by clusters of two blocks (multicast), against none. Predicted +1 to 3 % (half the reads of L2).
+//      Measured -0.3 to +0.1 %: L2 does not limit. Dropped, and with it the rule of an even number of row blocks.
+//   3  the maximum followed loosely, outputs rescaled only past 2^8. Predicted +0.5 %. Error up to 2.5 times torch's where
+//      one weight dominates: it is no longer exactly 1. Replaced by skipping the rescaling where no maximum of the warp
+//      has moved, which is exact.
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -11,22 +23,6 @@
 
 #include "kernel.cuh"
 #include "tensor_map.h"
-
-#ifndef FA3_HEAD_DIM
-#define FA3_HEAD_DIM 128
-#endif
-#ifndef FA3_HALF
-#define FA3_HALF 0
-#endif
-#ifndef FA3_GROUPS
-#define FA3_GROUPS (FA3_HEAD_DIM == 64 ? 3 : 2)
-#endif
-#ifndef FA3_KEYS
-#define FA3_KEYS (FA3_HEAD_DIM == 64 ? 128 : 160)
-#endif
-#ifndef FA3_STAGED
-#define FA3_STAGED 1
-#endif
 
 namespace fa3 {
 
@@ -70,10 +66,10 @@ void set_places(Params& params, TensorView const& o, int64_t const* address, int
 
 // q (B, chunks, rows, heads, D), k and v (B, keys, K/V heads, D), o (B, rows, heads, D): the strides of a chunk's output;
 // addresses: int64 on the CPU [2, chunks], where each chunk's O and LSE begin, in the memory of whichever rank; lse
-// (B, heads, rows) float32: the strides of a chunk's log-sum-exp, or None. scale > 0. pace_ns: pause behind each 16-row
+// (B, heads, rows) float32: the strides of a chunk's log-sum-exp, or None. pace_ns: pause behind each 16-row
 // slice of a staged tile. num_sms: the grid's size at most. order: Order. peer_blocks, counter: int64 on the device.
 void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView addresses, Optional<TensorView> lse,
-             double scale, int64_t pace_ns, int64_t order, int64_t num_sms, int64_t clusters, TensorView peer_blocks,
+             double scale, int64_t pace_ns, int64_t order, int64_t num_sms, TensorView peer_blocks,
              TensorView counter, int64_t rank, int64_t num_ranks, int64_t flags, int64_t deadline_ns, int64_t record) {
   require_elements(q, 5, "q is (batch, chunks, rows, heads, D) of the kernel's type and D, 16-byte aligned, on a GPU");
   require_elements(k, 4, "k is (batch, keys, K/V heads, D) of the kernel's type and D, 16-byte aligned, on a GPU");
@@ -87,7 +83,7 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
   require(v.size(1) == keys && v.size(2) == heads_kv, "k and v have the same keys and heads");
   require(o.size(1) == rows && o.size(2) == heads, "o has the rows and heads of q");
   require(heads % heads_kv == 0, "the heads of q are a multiple of those of k and v");
-  require(scale > 0 && std::isfinite(scale), "the scale is positive and finite");
+  require(std::isfinite(scale), "the scale is finite");
   require(addresses.ndim() == 2 && addresses.size(0) == 2 && addresses.size(1) == chunks &&
               addresses.dtype().bits == 64 && addresses.device().device_type == kDLCPU,
           "addresses is an int64 tensor (2, chunks) on the CPU");
@@ -97,9 +93,9 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
   params.q = tensor_map(q.data_ptr(), kMapType, Chosen::kHeadDim, {mode(q, 2), mode(q, 3), mode(q, 1), mode(q, 0)},
                         kColumns, kGroupRows);
   params.k = tensor_map(k.data_ptr(), kMapType, Chosen::kHeadDim, {mode(k, 1), mode(k, 2), mode(k, 0)}, kColumns,
-                        Chosen::kHalfKeys);
+                        Chosen::kKeys);
   params.v = tensor_map(v.data_ptr(), kMapType, Chosen::kHeadDim, {mode(v, 1), mode(v, 2), mode(v, 0)}, kColumns,
-                        Chosen::kHalfKeys);
+                        Chosen::kKeys);
   set_places(params, o, address, chunks);
   params.o_stride_batch = o.stride(0), params.o_stride_row = o.stride(1), params.o_stride_head = o.stride(2);
   if (lse.has_value()) {
@@ -112,31 +108,26 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
     std::copy_n(address + chunks, chunks, params.lse_address);
   }
   params.rows = rows, params.keys = keys, params.pace_ns = int(pace_ns);
-  params.scale_log2 = float(scale * 1.4426950408889634);
+  // The softmax follows the maximum of what it multiplies with a positive number; 0 is taken as next to nothing.
+  params.negated = scale < 0;
+  params.scale_log2 = std::max(float(std::abs(scale) * 1.4426950408889634), 1e-30f);
   params.heads_per_kv = cutlass::FastDivmod(heads / heads_kv);
   params.release = {static_cast<uint64_t const*>(peer_blocks.data_ptr()), static_cast<uint64_t*>(counter.data_ptr()),
                     uint64_t(record), deadline_ns, int(rank), int(num_ranks), int(flags)};
 
   int const row_blocks = (rows + Chosen::kRows - 1) / Chosen::kRows;
-  int const cluster = clusters == 2 && row_blocks % 2 == 0 ? 2 : 1;
-  params.grid = {cutlass::FastDivmod(row_blocks / cluster), cutlass::FastDivmod(heads), cutlass::FastDivmod(batch),
-                 row_blocks / cluster * heads * batch * chunks, chunks, int(order)};
+  params.grid = {cutlass::FastDivmod(row_blocks), cutlass::FastDivmod(heads), cutlass::FastDivmod(batch),
+                 row_blocks * heads * batch * chunks, chunks, int(order)};
   auto const kernel = forward_kernel<Chosen>;
   static bool const prepared = [&] {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "shared memory");
     return true;
   }();
   (void)prepared;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(std::min(params.grid.tiles, std::max(int(num_sms) / cluster, 1)) * cluster);
-  config.blockDim = dim3(Chosen::kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
-  config.attrs = &attribute, config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, params), "launch");
+  auto const stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
+  int const grid = std::min(params.grid.tiles, std::max(int(num_sms), 1));
+  kernel<<<grid, Chosen::kThreads, kSharedBytes, stream>>>(params);
+  check(cudaGetLastError(), "launch");
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(forward, forward);

@@ -13,7 +13,7 @@ namespace fa3 {
 template <class Config>
 CUTE_DEVICE void set_up_barriers(typename Config::Storage& shared) {
   if (threadIdx.x == 0) {
-    int const consumers = Config::kGroups * kGroupWarps * cute::cluster_shape().x;
+    int const consumers = Config::kGroups * kGroupWarps;
     for (int g = 0; g < Config::kGroups; ++g) {
       Barrier::init(&shared.q_full[g], 1);
       Barrier::init(&shared.q_empty[g], kGroupWarps);
@@ -26,8 +26,6 @@ CUTE_DEVICE void set_up_barriers(typename Config::Storage& shared) {
     }
     cutlass::arch::fence_barrier_init();
   }
-  cute::cluster_arrive_relaxed();
-  cute::cluster_wait();
   __syncthreads();
 }
 
@@ -52,10 +50,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(Params con
     Consumer<Config>(params, shared, group - 1).run(output);
     output.finish();
   }
-  // A block stays while its peer may still write to its shared memory or arrive at its barriers.
-  __syncwarp();
-  cute::cluster_arrive();
-  cute::cluster_wait();
 }
 
 }  // namespace fa3

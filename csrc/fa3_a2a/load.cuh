@@ -17,8 +17,7 @@ class Loader {
   using Element = typename Config::Element;
 
  public:
-  CUTE_DEVICE Loader(Params const& params, Storage& shared)
-      : params_(params), shared_(shared), size_(cute::cluster_shape().x), rank_(cute::block_rank_in_cluster()) {}
+  CUTE_DEVICE Loader(Params const& params, Storage& shared) : params_(params), shared_(shared) {}
 
   // For one thread. A tile's key blocks go from last to first. K of a block is needed one step before its V; the V that
   // closes a tile follows the K that opens the next one.
@@ -80,42 +79,21 @@ class Loader {
     load_kv(params_.v, shared_.v, shared_.v_full, shared_.v_empty, v_, block, source);
   }
 
-  // In a cluster each block loads one half of the keys into the shared memory of both. Its `full` barrier counts the
-  // bytes of both halves; bytes of the peer's that come before this thread has armed it are counted all the same, and
-  // the phase cannot end without the arrival made here. `empty` collects the consumers of both blocks, since this
-  // thread writes to both.
   CUTE_DEVICE void load_kv(CUtensorMap const& map, Element* base, uint64_t* full, uint64_t* empty,
                            Cursor<Config::kStages>& at, int block, Source const& source) {
     wait(empty[at.stage], at.phase ^ 1);
     TransactionBarrier::arrive_and_expect_tx(&full[at.stage], Config::kBytesKV);
-    Element* stage = base + at.stage * Config::kKeys * Config::kHeadDim;
-    if (size_ == 2) {
-      load_half<true>(map, stage, &full[at.stage], rank_, block, source);
-    } else {
-      load_half<false>(map, stage, &full[at.stage], 0, block, source);
-      load_half<false>(map, stage, &full[at.stage], 1, block, source);
+    CUTE_UNROLL
+    for (int column = 0; column < Config::kColumnBlocks; ++column) {
+      Element* to = base + (at.stage * Config::kHeadDim + column * kColumns) * Config::kKeys;
+      SM90_TMA_LOAD_4D::copy(&map, &full[at.stage], kKeep, to, column * kColumns, block * Config::kKeys, source.head,
+                             source.batch);
     }
     at.advance();
   }
 
-  template <bool kBoth>
-  CUTE_DEVICE static void load_half(CUtensorMap const& map, Element* stage, uint64_t* full, int half, int block,
-                                    Source const& source) {
-    int const row = block * Config::kKeys + half * Config::kHalfKeys;
-    CUTE_UNROLL
-    for (int column = 0; column < Config::kColumnBlocks; ++column) {
-      Element* to = stage + (column * Config::kKeys + half * Config::kHalfKeys) * kColumns;
-      if constexpr (kBoth) {
-        SM90_TMA_LOAD_MULTICAST_4D::copy(&map, full, 0b11, kKeep, to, column * kColumns, row, source.head, source.batch);
-      } else {
-        SM90_TMA_LOAD_4D::copy(&map, full, kKeep, to, column * kColumns, row, source.head, source.batch);
-      }
-    }
-  }
-
   Params const& params_;
   Storage& shared_;
-  int const size_, rank_;
   uint32_t q_phase_ = 0;
   Cursor<Config::kStages> k_, v_;
 };

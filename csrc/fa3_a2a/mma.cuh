@@ -31,7 +31,7 @@ class Consumer {
 
  public:
   CUTE_DEVICE Consumer(Params const& params, Storage& shared, int group)
-      : params_(params), shared_(shared), group_(group), size_(cute::cluster_shape().x) {}
+      : params_(params), shared_(shared), group_(group) {}
 
   // Epilogue: void operator()(O accumulators, inverse[2], lse[2], tile); called with a product on S in flight.
   template <class Epilogue>
@@ -66,7 +66,8 @@ class Consumer {
       warpgroup_fence_operand(s);
       free(shared_.k_empty[k_.stage]);
       k_.advance();
-      if (last == 0) { free_q(); }
+      if (last == 0) { free(shared_.q_empty[group_]); }
+      if (params_.negated) { negate(s); }
       if (valid < Config::kKeys) { mask(s, valid); }
       softmax.begin(s.data());
       pack(s, p);
@@ -87,7 +88,8 @@ class Consumer {
         warpgroup_fence_operand(s);
         free(shared_.k_empty[k_.stage]);
         k_.advance();
-        if (block == 1) { free_q(); }
+        if (block == 1) { free(shared_.q_empty[group_]); }
+        if (params_.negated) { negate(s); }
         float factor[2];
         bool const moved = softmax.next(s.data(), factor);
         warpgroup_wait<0>();
@@ -96,7 +98,7 @@ class Consumer {
         free(shared_.v_empty[v_.stage]);
         v_.advance();
         pack(s, p);
-        if (moved) { rescale(o, factor); }
+        if (moved) { rescale(o, factor); }  // the same for all threads of a warp
       }
 
       Tile const tile = schedule.tile();
@@ -139,17 +141,16 @@ class Consumer {
     barrier_arrive(kTurn + next, 2 * kGroupThreads);
   }
 
-  // This warp has read a stage of K or V, which either block of the cluster may fill: one arrival at each.
-  CUTE_DEVICE void free(uint64_t& empty) {
-    int const lane = canonical_lane_idx();
-    Barrier::arrive(&empty, lane, lane < size_);
+  // This warp has read a buffer.
+  CUTE_DEVICE static void free(uint64_t const& empty) {
+    if (threadIdx.x % 32 == 0) { Barrier::arrive(&empty); }
   }
 
-  CUTE_DEVICE void free_q() {
-    if (canonical_lane_idx() == 0) { Barrier::arrive(&shared_.q_empty[group_]); }
+  template <class S>
+  CUTE_DEVICE static void negate(S& s) {
+    CUTE_UNROLL
+    for (int e = 0; e < Config::kScores; ++e) { s(e) = -s(e); }
   }
-
-  CUTE_DEVICE static int canonical_lane_idx() { return threadIdx.x % 32; }
 
   template <class S>
   CUTE_DEVICE static void mask(S& s, int valid) {
@@ -175,7 +176,7 @@ class Consumer {
 
   Params const& params_;
   Storage& shared_;
-  int const group_, size_;
+  int const group_;
   uint32_t q_phase_ = 0;
   Cursor<Config::kStages> k_, v_;
 };

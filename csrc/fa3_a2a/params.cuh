@@ -12,10 +12,10 @@ namespace fa3 {
 enum Order : int { kOwnFirst = 0, kOwnLast = 1 };
 
 struct TileGrid {
-  cutlass::FastDivmod blocks{1};  // row blocks of a head in a chunk, counted in clusters
+  cutlass::FastDivmod blocks{1};  // row blocks of a head in a chunk
   cutlass::FastDivmod heads{1};
   cutlass::FastDivmod batch{1};
-  int tiles = 0;  // of all chunks, counted in clusters
+  int tiles = 0;  // of all chunks
   int chunks = 1;
   int order = kOwnLast;
 };
@@ -40,7 +40,8 @@ struct Params {
   cutlass::FastDivmod heads_per_kv{1};
   int rows = 0;  // of a chunk
   int keys = 0;
-  float scale_log2 = 0.f;  // scale * log2(e)
+  float scale_log2 = 0.f;  // of the scale's magnitude, times log2(e)
+  bool negated = false;    // the scale is negative
   int pace_ns = 0;         // pause between two slices of a staged tile
   // Where chunk c's output begins: its index along the map's places, and its address for plain stores.
   int o_place[kMaxChunks];

@@ -1,7 +1,5 @@
-// Which tile a block takes next. The grid is persistent: cluster i takes places i, i + clusters, ... of a fixed sequence.
+// Which tile a block takes next. The grid is persistent: block i takes places i, i + blocks, ... of a fixed sequence.
 #pragma once
-
-#include <cute/arch/cluster_sm90.hpp>
 
 #include "params.cuh"
 
@@ -14,30 +12,28 @@ struct Tile {
   int chunk;
 };
 
-// Row blocks change fastest, then heads, batch entries, chunks. The blocks of a cluster take neighbouring row blocks of
-// one head, so that they can share its K and V; where a head has an odd number of row blocks the launch uses clusters of
-// one (forward.cu).
+// Row blocks change fastest, then heads, batch entries, chunks: the blocks that run at one time share few heads' K and V.
 class Schedule {
  public:
-  CUTE_DEVICE explicit Schedule(TileGrid const& grid)
-      : grid_(grid), size_(cute::cluster_shape().x), place_(blockIdx.x / size_) {}
+  CUTE_DEVICE explicit Schedule(TileGrid const& grid) : grid_(grid), place_(blockIdx.x) {}
 
   CUTE_DEVICE bool valid() const { return place_ < grid_.tiles; }
 
-  CUTE_DEVICE void advance() { place_ += gridDim.x / size_; }
+  CUTE_DEVICE void advance() { place_ += gridDim.x; }
 
   CUTE_DEVICE Tile tile() const {
-    int rest, block, head, batch, chunk;
-    grid_.blocks(rest, block, place_);
-    grid_.heads(rest, head, rest);
-    grid_.batch(chunk, batch, rest);
-    if (grid_.order == kOwnLast) { chunk = chunk + 1 == grid_.chunks ? 0 : chunk + 1; }
-    return {block * size_ + int(blockIdx.x) % size_, head, batch, chunk};
+    Tile tile;
+    int rest;
+    grid_.blocks(rest, tile.block, place_);
+    grid_.heads(rest, tile.head, rest);
+    grid_.batch(tile.chunk, tile.batch, rest);
+    if (grid_.order == kOwnLast) { tile.chunk = tile.chunk + 1 == grid_.chunks ? 0 : tile.chunk + 1; }
+    return tile;
   }
 
  private:
   TileGrid const& grid_;
-  int size_, place_;
+  int place_;
 };
 
 }  // namespace fa3

@@ -5,11 +5,6 @@
 
 namespace fa3 {
 
-// Scores are exponentiated against a reference that follows the row's maximum loosely: it is moved only when the maximum
-// has passed it by 2^kSlack, so weights stay below 2^kSlack (exact in float, harmless in bf16 and fp16) and the
-// accumulated output is rarely rescaled. The quotient at the end does not depend on the reference.
-constexpr float kSlack = 8.f;
-
 CUTE_DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -33,29 +28,29 @@ class Softmax {
  public:
   CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2_(scale_log2) {}
 
-  // The first key block of a tile: sets the reference. Replaces the scores by their weights.
+  // The first key block of a tile: sets the maximum. Replaces the scores by their weights.
   CUTE_DEVICE void begin(float* s) {
     float most[2];
     maxima(s, most);
     for (int r = 0; r < 2; ++r) {
-      reference_[r] = quad_max(most[r]);
+      maximum_[r] = quad_max(most[r]);
       sum_[r] = 0.f;
     }
     weigh(s);
   }
 
-  // A further key block. Returns whether the warp's outputs so far must be multiplied by factor[0..1] once no matrix
-  // product works on them; the same for all threads of the warp.
+  // A further key block. Returns whether the warp's outputs so far must be multiplied by factor[0..1], once no matrix
+  // product works on them: where no row of the warp has met a new maximum, as mostly after some blocks, that is spared.
+  // The factor of a row without one is exactly 1, so a row's result does not depend on its neighbours in the tile.
   CUTE_DEVICE bool next(float* s, float factor[2]) {
     float most[2];
     maxima(s, most);
-    bool const passed = (most[0] - reference_[0]) * scale_log2_ > kSlack || (most[1] - reference_[1]) * scale_log2_ > kSlack;
-    bool const moved = __any_sync(0xffffffffu, passed);
+    bool const moved = __any_sync(0xffffffffu, most[0] > maximum_[0] || most[1] > maximum_[1]);
     if (moved) {
       for (int r = 0; r < 2; ++r) {
-        float const now = fmaxf(reference_[r], quad_max(most[r]));
-        factor[r] = exp2_fast((reference_[r] - now) * scale_log2_);
-        reference_[r] = now;
+        float const now = fmaxf(maximum_[r], quad_max(most[r]));
+        factor[r] = exp2_fast((maximum_[r] - now) * scale_log2_);
+        maximum_[r] = now;
         sum_[r] *= factor[r];
       }
     }
@@ -68,7 +63,7 @@ class Softmax {
     for (int r = 0; r < 2; ++r) {
       float const sum = quad_sum(sum_[r]);
       inverse[r] = 1.f / sum;
-      lse[r] = (reference_[r] * scale_log2_ + __log2f(sum)) * 0.6931471805599453f;
+      lse[r] = (maximum_[r] * scale_log2_ + __log2f(sum)) * 0.6931471805599453f;
     }
   }
 
@@ -86,7 +81,7 @@ class Softmax {
   }
 
   CUTE_DEVICE void weigh(float* s) {
-    float const offset[2] = {reference_[0] * scale_log2_, reference_[1] * scale_log2_};
+    float const offset[2] = {maximum_[0] * scale_log2_, maximum_[1] * scale_log2_};
     float chain[4] = {sum_[0], sum_[1], 0.f, 0.f};
     CUTE_UNROLL
     for (int e = 0; e < kScores; ++e) {
@@ -98,7 +93,7 @@ class Softmax {
   }
 
   float const scale_log2_;
-  float reference_[2], sum_[2];
+  float maximum_[2], sum_[2];
 };
 
 }  // namespace fa3
