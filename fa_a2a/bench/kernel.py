@@ -1,8 +1,8 @@
 """Attention alone on one GPU: fa3, and the builds of it that were asked for, against flash-attn-4's kernel.
 
-us per call, median over rounds in which every kernel is timed once. vs_fa4 is the speed relative to the better of fa4's
-tiles, paired round by round: 1.02 is 2 % faster. max_error and torch_error are the largest differences from attention in
-float32, of the kernel and of torch's own in the same dtype; a kernel with more than twice torch's ends the run.
+us per call, median over rounds in which every kernel is timed once. vs_fa4 is the speed relative to the better of
+fa4's tiles, paired round by round: 1.02 is 2 % faster. max_error and torch_error are the largest differences from
+attention in float32, of the kernel and of torch's own in the same dtype; more than twice torch's ends the run.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def _adapters(case: Case, variants: Variants, device: torch.device) -> dict[str,
 
 def _errors(adapters: dict[str, Any], qkv: Qkv) -> tuple[dict[str, float], float]:
     """Largest error of each kernel and of torch's attention, on the first heads. Raises FaA2AError past twice that."""
-    first = [t[:, :, :_CHECKED_HEADS].transpose(1, 2) for t in qkv]
-    want = F.scaled_dot_product_attention(*(t.float() for t in first)).transpose(1, 2)
-    torchs = (F.scaled_dot_product_attention(*first).transpose(1, 2).float() - want).abs().max().item()
+    q, k, v = (t[:, :, :_CHECKED_HEADS].transpose(1, 2) for t in qkv)
+    want = F.scaled_dot_product_attention(q.float(), k.float(), v.float()).transpose(1, 2)
+    torchs = (F.scaled_dot_product_attention(q, k, v).transpose(1, 2).float() - want).abs().max().item()
     errors = {}
     for name, adapter in adapters.items():
         got, _ = adapter.local(*qkv, qkv[0].shape[-1] ** -0.5, 1, False)
@@ -120,7 +120,7 @@ def _errors(adapters: dict[str, Any], qkv: Qkv) -> tuple[dict[str, float], float
                 f"kernel {name}: error {error:.2e} where torch has {torchs:.2e}; a bug, no time is reported"
             )
         errors[name] = error
-    return errors, torchs
+    return errors, float(torchs)
 
 
 def _row(line: dict[str, Any]) -> str:

@@ -126,6 +126,7 @@ def command(variant: Variant, out: Path, tools: Toolchain) -> list[str]:
         *variant.defines(),
         *(f"-I{folder}" for folder in includes),
         str(sources() / "forward.cu"),
+        f"-L{tools.nvcc.parent.parent / 'lib'}",  # where the packaged toolkit has the runtime, and nvcc does not look
         *("-o", str(out), f"-L{tools.tvm_ffi / 'lib'}", "-ltvm_ffi"),
     ]
 
