@@ -18,7 +18,9 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include <atomic>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "kernel.cuh"
@@ -54,10 +56,12 @@ void set_places(Params& params, TensorView const& o, int64_t const* address, int
   // any divisor of the distances will do; a map holds strides below 2^40
   while (step >= (int64_t(1) << 40) && step % 32 == 0) { step /= 2; }
   for (int c = 0; c < chunks; ++c) {
+    int64_t const place = step == 0 ? 0 : (address[c] - first) / step;
     params.o_address[c] = address[c];
-    params.o_place[c] = step == 0 ? 0 : int((address[c] - first) / step);
-    last = std::max<int64_t>(last, params.o_place[c]);
+    params.o_place[c] = int(place);
+    last = std::max(last, place);
   }
+  require(last < std::numeric_limits<int>::max(), "the chunks' outputs lie at distances that no tensor map covers");
   if constexpr (Chosen::kStagedOutput) {
     params.o = tensor_map(reinterpret_cast<void*>(first), kMapType, Chosen::kHeadDim,
                           {mode(o, 1), mode(o, 2), {last + 1, step}, mode(o, 0)}, kColumns, kSliceRows);
@@ -77,6 +81,9 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
   require_elements(o, 4, "o is (batch, rows, heads, D) of the kernel's type and D, 16-byte aligned, on a GPU");
   int const batch = q.size(0), chunks = q.size(1), rows = q.size(2), heads = q.size(3), keys = k.size(1);
   int const heads_kv = k.size(2);
+  int device;
+  check(cudaGetDevice(&device), "current device");
+  require(device == q.device().device_id, "the tensors lie on the current device");
   require(chunks >= 1 && chunks <= kMaxChunks, "there are 1 to 32 chunks");
   require(batch >= 1 && rows >= 1 && heads >= 1 && keys >= 1 && heads_kv >= 1, "no extent is 0");
   require(k.size(0) == batch && v.size(0) == batch && o.size(0) == batch, "q, k, v and o have the same batch");
@@ -119,11 +126,12 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
   params.grid = {cutlass::FastDivmod(row_blocks), cutlass::FastDivmod(heads), cutlass::FastDivmod(batch),
                  row_blocks * heads * batch * chunks, chunks, int(order)};
   auto const kernel = forward_kernel<Chosen>;
-  static bool const prepared = [&] {
+  static std::atomic<uint64_t> prepared{0};  // one bit for each device
+  uint64_t const bit = uint64_t(1) << (device % 64);
+  if (!(prepared.load() & bit)) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "shared memory");
-    return true;
-  }();
-  (void)prepared;
+    prepared |= bit;
+  }
   auto const stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, q.device().device_id));
   int const grid = std::min(params.grid.tiles, std::max(int(num_sms), 1));
   kernel<<<grid, Chosen::kThreads, kSharedBytes, stream>>>(params);
