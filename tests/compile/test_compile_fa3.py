@@ -5,6 +5,7 @@ import sys
 
 import cubin
 import pytest
+import torch
 
 from fa_a2a import cli
 from fa_a2a.errors import UnsupportedError
@@ -15,17 +16,17 @@ VARIANT = build.Variant(128, "bfloat16")
 
 @pytest.fixture(scope="module")
 def made(need, tmp_path_factory):
-    """(what the compiler said, the object's instructions)"""
+    """(what the compiler said, the object's instructions, its path)"""
     what = toolchain.missing()
     need("compile", what is None, f"compiling fa3 needs {what}")
     need("compile", cubin.disassembler() is not None, "no nvdisasm (CUDA toolkit, or the triton package)")
     path = tmp_path_factory.mktemp("fa3") / "kernel.so"
     said = build.compile_to(VARIANT, path)
-    return said, cubin.instructions(path)
+    return said, cubin.instructions(path), path
 
 
 def test_compiler_has_no_complaint(made):
-    said, _ = made
+    said, _, _ = made
     assert "warning" not in said, said  # spills, wgmma serialised, setmaxnreg ignored: ptxas warns of each
     assert "C75" not in said, said
     assert "bytes spill stores" in said
@@ -33,7 +34,7 @@ def test_compiler_has_no_complaint(made):
 
 
 def test_instructions(made):
-    _, lines = made
+    _, lines, _ = made
     assert cubin.uses(lines, "HGMMA") >= 3 * (128 // 16)  # S of a tile's first block, in the loop, of the next tile
     assert cubin.uses(lines, "UTMALDG") >= 3 * 2  # Q, K and V, two column blocks each
     assert cubin.uses(lines, "UTMASTG") >= 2
@@ -44,10 +45,18 @@ def test_instructions(made):
 
 def test_products_wait_once_each(made):
     """S and P V run at the same time: in the loop one wait leaves the later product running, one waits for it."""
-    _, lines = made
+    _, lines, _ = made
     waits = [line for line in lines if "WARPGROUP.DEPBAR" in line]
     assert sum("gsb0, 0x1" in line for line in waits) == 2
     assert sum("gsb0, 0x0" in line for line in waits) == 3
+
+
+def test_object_loads_without_a_gpu_and_refuses_host_tensors(made):
+    forward = build._load(made[2])
+    q, k = torch.zeros(1, 1, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
+    words = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="on a GPU"):
+        forward(q, k, k, k, words, None, 0.1, 0, 1, 132, words, words, 0, 1, 0, 0, 0)
 
 
 def test_error_where_nothing_compiles(monkeypatch, tmp_path, capsys):
