@@ -45,7 +45,12 @@ def _across(views: tuple[torch.Tensor, ...], run: Run) -> torch.Tensor:
 
 
 class AttentionKernel(Protocol):
-    """One attention kernel on one device. q, k, v: (B, S, h, D)."""
+    """One attention kernel on one device. q: (B, S, h, D), k and v: (B, keys, h, D), heads possibly at stride 0.
+
+    What a call has beside full attention over equal heads is cut into such pieces before (pieces.py). Two attributes are
+    optional: a kernel with `groups_heads` takes k and v of fewer heads, query head i with K/V head i // (h / h_kv); one
+    that `causal` requests reach takes `causal_from`, the last key that query row 0 sees (row i sees i more).
+    """
 
     name: str
     can_fuse: bool  # stores tiles into other ranks' memory itself
@@ -56,8 +61,9 @@ class AttentionKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention on this rank alone: O (B, S, h, D) and, if asked for, LSE (B, h, S) float32.
 
-        chunks: into how many equal parts a later exchange divides the rows; a kernel whose rounding depends on where
-        its tiles begin starts one at each part, so that the serial and the fused path agree bitwise."""
+        chunks: into how many equal parts a later exchange divides the rows, 1 where they are unequal; a kernel whose
+        rounding depends on where its tiles begin starts one at each part, so that the serial and the fused path agree
+        bitwise."""
         ...
 
     def fused(
@@ -76,10 +82,16 @@ def loadable(t: torch.Tensor) -> torch.Tensor:
 
 _ADAPTERS = {"cpu": "cpu", "torch": "sdpa", "fa4": "fa4"}
 KERNELS = tuple(_ADAPTERS)
+CAUSAL = ("cpu", "torch")
+GROUPING = ("fa4",)  # kernels that are built for a number of query heads to each K/V head
 
 
-def problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> str | None:
+def problem(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, causal: bool = False
+) -> str | None:
     """Why the kernel cannot run this on `device`, or None. Cheap; imports no kernel."""
+    if causal and name not in CAUSAL:
+        return f"kernel '{name}' is built for full attention, and the call is causal"
     if name == "torch":
         return "kernel 'torch' returns no log-sum-exp" if with_lse else None
     if name == "cpu":
@@ -118,9 +130,18 @@ def verified(name: str, device: torch.device) -> bool:
 
 @lru_cache(maxsize=32)
 def load(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    with_lse: bool,
+    fused: bool,
+    heads_per_kv: int = 1,
 ) -> AttentionKernel:
-    """The kernel's adapter; compiles what it will use, or takes it from the cache, before it returns."""
+    """The kernel's adapter; compiles what it will use, or takes it from the cache, before it returns.
+
+    heads_per_kv: query heads of each K/V head where the kernel groups them itself."""
     module = importlib.import_module(f"{__package__}.{_ADAPTERS[name]}")
-    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse, fused)
+    grouped = {"heads_per_kv": heads_per_kv} if heads_per_kv > 1 else {}
+    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse, fused, **grouped)
     return adapter

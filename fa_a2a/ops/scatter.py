@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from ..comm.workspace import Workspace
+from ..layout import ExchangeShape
 from . import fused
 from .kernels import Qkv, loadable
 from .plan import Plan
@@ -33,7 +34,8 @@ def scatter(
     """Stores each head slice of q, k, v (B, s, H, D) into its owner's buffers, and waits for the peers' slices.
 
     Returns this rank's Q, K, V (B, S, h, D), views of the workspace; Q's rows are in chunk order, so that the attention
-    kernel finds each owner's queries where its strides put them.
+    kernel finds each owner's queries where its strides put them. Replicated text does not travel: each rank puts its own
+    copy of its heads into its own buffers, into Q once for each chunk.
     """
     workspace.take_turn("scatter")
     workspace.order_streams()
@@ -48,8 +50,19 @@ def scatter(
     return workspace.prepare(fused.Prepared, plan).qkv
 
 
+def in_chunk_order(q_BShD: torch.Tensor, shape: ExchangeShape, owners: tuple[int, ...]) -> torch.Tensor:
+    """A head-sharded Q, rows in the order of the sequence, as the fused path wants it: chunk by chunk, padded."""
+    batch, _, heads, head_dim = q_BShD.shape
+    chunks = q_BShD.new_zeros(batch, len(owners), shape.local_seq, heads, head_dim)
+    for chunk, owner in enumerate(owners):
+        torch.cat(
+            [q_BShD[:, at : at + n] for at, n in shape.spans(owner)], 1, out=chunks[:, chunk, : shape.rows(owner)]
+        )
+    return chunks.flatten(1, 2)
+
+
 @lru_cache(maxsize=32)
-def load(device: torch.device, dtype: str, head_dim: int) -> Callable[..., None]:
+def load(device: torch.device, dtype: str, head_dim: int, equal: bool = True) -> Callable[..., None]:
     """The GPU kernel; compiles it, or takes it from the cache, before it returns."""
     from fa4_a2a.scatter import load_scatter
 
@@ -85,22 +98,54 @@ def _by_kernel(plan: Plan, workspace: Workspace) -> Store:
 
 
 def _by_copies(plan: Plan, workspace: Workspace) -> Store:
-    shape, rank = plan.shape, workspace.group.rank
+    shape, dtype, rank = plan.shape, plan.request.torch_dtype, workspace.group.rank
+    own = shape.own_rows(rank)
 
     def there(name: str, peer: int) -> torch.Tensor:
-        at = workspace.my_chunk_at[peer] if name == "q" else rank
-        rows = slice(at * shape.local_seq, (at + 1) * shape.local_seq)
-        return workspace.head_sharded(name, peer, shape, plan.request.torch_dtype)[:, rows]
+        rows = destination(name, workspace.my_chunk_at[peer], rank, shape)
+        return workspace.head_sharded(name, peer, shape, dtype)[:, rows]
 
-    def heads(peer: int) -> slice:
-        return slice(peer * shape.local_heads, (peer + 1) * shape.local_heads)
-
-    slices = [(i, heads(peer), there(name, peer)) for i, name in enumerate("qkv") for peer in workspace.owners]
+    slices = [
+        (i, own, heads(name, peer, shape), there(name, peer))
+        for i, name in enumerate("qkv")
+        for peer in workspace.owners
+    ] + text_slices(plan, workspace)
 
     def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
         tensors = (q, k, v)
-        for index, mine, destination in slices:
-            destination.copy_(tensors[index][:, :, mine])
+        for index, rows, mine, target in slices:
+            target.copy_(tensors[index][:, rows, mine])
         workspace.announce(plan.fingerprint, timeout_s)
 
     return store
+
+
+def heads(name: str, peer: int, shape: ExchangeShape) -> slice:
+    """The heads of q, k or v that `peer` needs."""
+    found = (shape.head_ranges if name == "q" else shape.kv_ranges)[peer]
+    return slice(found.start, found.stop)
+
+
+def destination(name: str, chunk: int, rank: int, shape: ExchangeShape) -> slice:
+    """Where `rank`'s own rows lie in a peer's buffer, in which they are chunk number `chunk` of Q."""
+    if name == "q":
+        first = chunk * shape.local_seq + shape.own_rows(rank).start
+    else:
+        first = shape.shards[rank][0]
+    return slice(first, first + shape.sizes[rank])
+
+
+def text_slices(plan: Plan, workspace: Workspace) -> list[tuple[int, slice, slice, torch.Tensor]]:
+    """(tensor, rows, heads, where they go) of replicated text, all in this rank's memory."""
+    shape, rank = plan.shape, workspace.group.rank
+    if shape.text is None:
+        return []
+    rows, found = shape.text_place(rank), []
+    for index, name in enumerate("qkv"):
+        buffer = workspace.head_sharded(name, rank, shape, plan.request.torch_dtype)
+        places = [slice(shape.text[0], sum(shape.text))]
+        if name == "q":
+            text = [shape.text_place(owner) for owner in workspace.owners]
+            places = [slice(c * shape.local_seq + t.start, c * shape.local_seq + t.stop) for c, t in enumerate(text)]
+        found += [(index, rows, heads(name, rank, shape), buffer[:, place]) for place in places]
+    return found
