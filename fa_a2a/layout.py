@@ -1,8 +1,8 @@
 """Index algebra of the exchange: who owns what, in which order, and where it lies. No torch, no devices.
 
 Shape suffixes: B batch, S tokens of the whole sequence, s tokens of one rank, H heads, h heads of one rank, D head
-dimension, P ranks; s = S/P and h = H/P where they divide, and sharding.py says what they are otherwise. Layout of tensors
-is always (batch, seq, heads, head_dim).
+dimension, P ranks; s = S/P and h = H/P where they divide, and sharding.py says what they are otherwise. Layout of
+tensors is always (batch, seq, heads, head_dim).
 """
 
 from __future__ import annotations

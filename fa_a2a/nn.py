@@ -72,8 +72,9 @@ class UlyssesAttention(torch.nn.Module):
         return_lse: bool = False,
         whole_kv: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """q, k, v: (batch, rows, heads, head_dim), this rank's tokens of all heads. The rows are seq/P, or as shard_sizes
-        says; k and v may have fewer heads, by a factor (grouped-query attention). Heads need not divide by P.
+        """q, k, v: (batch, rows, heads, head_dim), this rank's tokens of all heads. The rows are seq/P, or as
+        shard_sizes says. k and v may have fewer heads, by a factor (grouped-query attention), and heads need not divide
+        by P: some ranks then compute one more.
 
         scale: factor of the scores, head_dim**-0.5 by default.
         causal: token i of the whole sequence sees tokens 0 to i.
@@ -83,7 +84,7 @@ class UlyssesAttention(torch.nn.Module):
         replicated_text: q, k and v begin (n > 0) or end (n < 0) with |n| rows of text that every rank holds, beside its
             own tokens (joint attention). They count once in the sequence, and out has them on every rank.
         return_lse: also return the log-sum-exp (batch, heads, rows) float32.
-        whole_kv: k and v are the whole ones on every rank (cross-attention). Nothing is exchanged, and q may have any rows.
+        whole_kv: k and v are the whole ones on every rank (cross-attention). Nothing is exchanged; q may have any rows.
         Returns (batch, rows, heads, head_dim). Raises like `scatter_heads`.
         """
         if torch.compiler.is_compiling():
@@ -98,7 +99,7 @@ class UlyssesAttention(torch.nn.Module):
             out, lse = both
             return (out, lse) if return_lse else out
         group, seconds, options = self._resolve(), self.timeout_s, PLAIN
-        if causal or whole_kv or not (key_lengths is shard_sizes is replicated_text is None):
+        if causal or whole_kv or any(x is not None for x in (key_lengths, shard_sizes, replicated_text)):
             options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv)
         plan = find_plan(
             group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, self.kernel, self.exchange, seconds, False, options

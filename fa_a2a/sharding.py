@@ -4,10 +4,10 @@ Outside, tokens are sharded: rank r holds `shard_sizes[r]` rows of the sequence,
 them. Inside, heads are: rank r computes a range of the query heads, the first ranks one more where they do not divide,
 and holds the K/V heads that these need, so a K/V head may lie on several ranks.
 
-Everything a kernel or a copy asks is a `span` (first row, rows) of the whole sequence or a `range` of heads, so that equal
+Everything a kernel or a copy asks is a span (first row, rows) of the whole sequence or a range of heads, so that equal
 and unequal shards take one way. Extents that must be the same on every rank are those of the rank that holds most:
-`local_seq`, `local_heads`, `local_kv_heads`. Q and O chunks are padded to `local_seq` rows, and their owner narrows its
-view; K and V are compact, so that no key has to be masked.
+`local_seq`, `local_heads`, `local_kv_heads`. Q and O chunks are padded to `local_seq` rows, and their owner narrows
+its view; K and V are compact, so that no key has to be masked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One call of the layer in any situation, its shards, and float64 attention over the gathered inputs to compare with."""
+"""One call of the layer in any situation, its shards, and float64 attention over the gathered inputs beside it."""
 
 from __future__ import annotations
 

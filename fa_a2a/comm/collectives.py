@@ -6,6 +6,8 @@ their own; replicated text is not sent before attention, and after it each rank 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from einops import rearrange
@@ -74,9 +76,10 @@ def _all_to_all(send: torch.Tensor, group: Group) -> torch.Tensor:
     return received
 
 
-def _all_to_all_parts(send: list[torch.Tensor], shapes: list[tuple[int, ...]], group: Group) -> list[torch.Tensor]:
+def _all_to_all_parts(send: list[torch.Tensor], shapes: Sequence[tuple[int, ...]], group: Group) -> list[torch.Tensor]:
     """send[p] goes to rank p; returns what each rank sent here, of the given shapes."""
     outgoing, incoming = [t.numel() for t in send], [torch.Size(shape).numel() for shape in shapes]
     received = send[0].new_empty(sum(incoming))
     dist.all_to_all_single(received, torch.cat([t.reshape(-1) for t in send]), incoming, outgoing, group=group.handle)
-    return [part.view(shape) for part, shape in zip(received.split(incoming), shapes)]
+    parts = torch.split(received, incoming)
+    return [part.view(shape) for part, shape in zip(parts, shapes)]

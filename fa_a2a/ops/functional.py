@@ -55,9 +55,9 @@ class HeadShards:
         shard_sizes: Sequence[int] | None = None,
         replicated_text: int | None = None,
     ) -> HeadShards:
-        """Wraps tensors that are head-sharded already: (B, S, h, D), rows in the order of the whole sequence, replicated
-        text once, and as many heads on every rank. Q is copied into the order that the fused path wants. Raises like
-        `scatter_heads`."""
+        """Wraps tensors that are head-sharded already: (B, S, h, D), rows in the order of the whole sequence,
+        replicated text once, and as many heads on every rank. Q is copied into the order that the fused path wants.
+        Raises like `scatter_heads`."""
         where = resolve(group)
         options = Options(causal, key_lengths, shard_sizes, replicated_text)
         plan = find_plan(where, q_BShD, k_BShD, v_BShD, scale, return_lse, kernel, exchange, timeout_s, True, options)
@@ -151,9 +151,9 @@ def scatter_heads(
 ) -> HeadShards:
     """The exchange before attention: each rank gives its tokens of all heads and gets all tokens of its heads.
 
-    q, k, v: (batch, rows, heads, head_dim), this rank's rows, any strides with contiguous head_dim; bfloat16 or float16,
-    on CPUs also float32. k and v may have fewer heads, by a factor (grouped-query attention). Every rank of `group`
-    calls it with the same shapes and options; shards that are not equal are told by shard_sizes.
+    q, k, v: (batch, rows, heads, head_dim), this rank's rows, any strides with contiguous head_dim; bfloat16 or
+    float16, on CPUs also float32. k and v may have fewer heads, by a factor (grouped-query attention). Every rank of
+    `group` calls it with the same shapes and options; shards that are not equal are told by shard_sizes.
     scale: factor of the scores, head_dim**-0.5 by default. timeout_s: deadline for the peers, in seconds.
     causal to whole_kv: as for UlyssesAttention.
     Returns HeadShards for `attention_gather`, which must be the next call on this group.
@@ -175,7 +175,7 @@ def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float) -> HeadShards:
     if plan.shape.num_ranks == 1:  # a group of one rank, or whole K and V on each
         return HeadShards(*qkv, where, plan, None)
     if plan.exchange == "collective":
-        return HeadShards(*serial.scatter(*qkv, plan, where), where, plan, None)
+        return HeadShards(*serial.scatter(*qkv, where, plan.shape), where, plan, None)
     assert where.workspace is not None
     parts = scatter.scatter(*qkv, plan, where.workspace, seconds)
     return HeadShards(*parts, where, plan, where.workspace.call)

@@ -2,9 +2,9 @@
 
 Why that is safe, and what the calls on a workspace must look like, is said in comm/workspace.py.
 
-Unequal shards take chunks of the rank that holds most, padded: rows behind a shorter shard are computed from whatever lies
-there and stored to rows of O that their owner's view leaves out. Replicated text is part of every chunk: each owner needs
-its output, and the P-fold work on its rows costs less than a second exchange.
+Unequal shards take chunks of the rank that holds most, padded: rows behind a shorter shard are computed from whatever
+lies there and stored to rows of O that their owner's view leaves out. Replicated text is part of every chunk: each
+owner needs its output, and so its rows are computed P times, in place of a second exchange.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def launcher(
     if request.causal:
         assert workspace is not None
         spans = list(pieces.causal_spans(plan.shape, workspace.owners))
-        calls = [partial(_span, plan, *part, *span) for part in parts for span in spans]
+        calls = [partial(_causal_span, plan, x, to, *span) for x, to in parts for span in spans]
     elif prepare is None:
         calls = [partial(plan.adapter.fused, *x, request.scale, to, request.with_lse) for x, to in parts]
     else:
@@ -84,7 +84,7 @@ def launcher(
     return call
 
 
-def _span(plan: Plan, qkv: Qkv, sink: Sink, chunk: int, rows: slice, first: int) -> None:
+def _causal_span(plan: Plan, qkv: Qkv, sink: Sink, chunk: int, rows: slice, first: int) -> None:
     """A causal call for some rows of one chunk, which begin at place `first` of the sequence."""
     q, k, v = qkv
     at = chunk * plan.shape.local_seq

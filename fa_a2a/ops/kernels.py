@@ -47,9 +47,9 @@ def _across(views: tuple[torch.Tensor, ...], run: Run) -> torch.Tensor:
 class AttentionKernel(Protocol):
     """One attention kernel on one device. q: (B, S, h, D), k and v: (B, keys, h, D), heads possibly at stride 0.
 
-    What a call has beside full attention over equal heads is cut into such pieces before (pieces.py). Two attributes are
-    optional: a kernel with `groups_heads` takes k and v of fewer heads, query head i with K/V head i // (h / h_kv); one
-    that `causal` requests reach takes `causal_from`, the last key that query row 0 sees (row i sees i more).
+    What a call has beside full attention over equal heads is cut into such pieces before (pieces.py), but for two
+    things: a kernel with an attribute `heads_per_kv` above 1 takes k and v of fewer heads, by that factor; one named in
+    CAUSAL also takes `causal_from`, the last key that query row 0 sees, row i seeing i more.
     """
 
     name: str

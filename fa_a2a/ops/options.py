@@ -71,8 +71,8 @@ def checked(options: Options) -> Checked:
     )
     if whole_kv and (causal or counts is not None or text):
         raise UnsupportedError(
-            "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes and replicated_text have "
-            "no meaning; leave them out"
+            "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes and replicated_text "
+            "have no meaning; leave them out"
         )
     return found
 

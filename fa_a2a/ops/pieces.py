@@ -1,8 +1,8 @@
 """A call cut into pieces that every kernel takes: full attention, as many K/V heads as query heads, one key length.
 
-    key lengths   one piece for each batch entry, with K and V narrowed: no kernel needs a mask, and no key is loaded in vain
+    key lengths   one piece for each batch entry, K and V narrowed: no kernel needs a mask, no key is loaded in vain
     GQA           one piece for each K/V head, which its query heads share at stride 0, unless the kernel groups heads
-    causal        on the fused path one piece for each span of each chunk, whose place in the sequence says what it sees
+    causal        on the fused path one for each span of each chunk, whose place in the sequence says what it sees
 
 A dense call is one piece, the whole. The serial path cuts in the same way, so the two agree to the bit.
 """
@@ -47,8 +47,8 @@ class Piece:
 
 
 def heads_per_kv(shape: ExchangeShape, rank: int) -> int:
-    """Query heads of each of this rank's K/V heads, for a kernel that groups them; 1 where none is to be built: with one
-    K/V head, which all heads share, or where the K/V heads have unequal parts of this rank's query heads."""
+    """Query heads of each of this rank's K/V heads, for a kernel that groups them. 1 where none is to be built: with
+    one K/V head, which all heads share, or where the K/V heads have unequal parts of this rank's query heads."""
     sizes = {heads.stop - heads.start for heads, _ in shape.kv_runs(rank)}
     return sizes.pop() if len(sizes) == 1 and len(shape.kv_ranges[rank]) > 1 else 1
 
@@ -66,7 +66,7 @@ def cut(
 
 
 def causal_spans(shape: ExchangeShape, owners: tuple[int, ...]) -> Iterator[tuple[int, slice, int]]:
-    """(chunk, rows of it, place of the first in the whole sequence) of all that is computed; own chunk last, like tiles."""
+    """(chunk, rows of it, place of the first in the whole sequence) of all that is computed, the own chunk last."""
     for chunk in (*range(1, len(owners)), 0):
         at = 0
         for first, rows in shape.spans(owners[chunk]):

@@ -21,7 +21,7 @@ from ..comm.group import Group
 from ..errors import ConfigurationError, ShapeError, UnsupportedError
 from ..layout import ExchangeShape
 from . import kernels
-from .options import PLAIN, Options, checked
+from .options import PLAIN, Checked, Options, checked
 
 EXCHANGES = ("fused", "collective")
 
@@ -178,7 +178,7 @@ def make_request(
     return request
 
 
-def _seq_len(rows: int, group: Group, head_sharded: bool, values: Options) -> int:
+def _seq_len(rows: int, group: Group, head_sharded: bool, values: Checked) -> int:
     """Tokens of the whole sequence, replicated text once. Raises ShapeError where this rank's rows are not as told."""
     text, sizes = abs(values.replicated_text), values.shard_sizes
     if rows <= text:
@@ -205,6 +205,6 @@ def _check_key_lengths(request: Request) -> None:
         return
     if len(lengths) != request.batch or min(lengths) < 1 or max(lengths) > request.seq_len:
         raise ShapeError(
-            f"key_lengths must be {request.batch} numbers, one for each batch entry, from 1 to the {request.seq_len} keys "
-            f"of the whole sequence, got {list(lengths)}"
+            f"key_lengths must be {request.batch} numbers, one for each batch entry, from 1 to the {request.seq_len} "
+            f"keys of the whole sequence, got {list(lengths)}"
         )

@@ -34,8 +34,8 @@ def scatter(
     """Stores each head slice of q, k, v (B, s, H, D) into its owner's buffers, and waits for the peers' slices.
 
     Returns this rank's Q, K, V (B, S, h, D), views of the workspace; Q's rows are in chunk order, so that the attention
-    kernel finds each owner's queries where its strides put them. Replicated text does not travel: each rank puts its own
-    copy of its heads into its own buffers, into Q once for each chunk.
+    kernel finds each owner's queries where its strides put them. Replicated text does not travel: each rank puts its
+    own copy of its heads into its own buffers, into Q once for each chunk.
     """
     workspace.take_turn("scatter")
     workspace.order_streams()
@@ -128,10 +128,8 @@ def heads(name: str, peer: int, shape: ExchangeShape) -> slice:
 
 def destination(name: str, chunk: int, rank: int, shape: ExchangeShape) -> slice:
     """Where `rank`'s own rows lie in a peer's buffer, in which they are chunk number `chunk` of Q."""
-    if name == "q":
-        first = chunk * shape.local_seq + shape.own_rows(rank).start
-    else:
-        first = shape.shards[rank][0]
+    in_q = chunk * shape.local_seq + shape.own_rows(rank).start
+    first = in_q if name == "q" else shape.shards[rank][0]
     return slice(first, first + shape.sizes[rank])
 
 

@@ -6,17 +6,17 @@ import torch
 
 from ..comm import collectives
 from ..comm.group import Group
+from ..layout import ExchangeShape
 from . import pieces
 from .kernels import Qkv
 from .plan import Plan
 from .trace import step
 
 
-def scatter(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: Group) -> Qkv:
-    """q, k, v (B, s, H, D) to (B, S, h, D), rows in global order."""
-    shape = plan.shape
+def scatter(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, shape: ExchangeShape | None = None) -> Qkv:
+    """q, k, v (B, s, H, D) to (B, S, h, D), rows in global order. shape: None for equal shards and heads."""
     with step("scatter_heads", q.device):
-        if shape.equal_shards and shape.equal_heads:
+        if shape is None or (shape.equal_shards and shape.equal_heads):
             return (
                 collectives.scatter_heads(q, group),
                 collectives.scatter_heads(k, group),
