@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .comm.group import Group, resolve
 from .ops import schema
-from .ops.functional import deadline, find_plan, gathered, scattered
+from .ops.functional import deadline, find_plan, whole_layer
 from .ops.options import PLAIN, Options
 from .ops.plan import Plan, check_choices
 
@@ -106,8 +106,7 @@ class UlyssesAttention(torch.nn.Module):
         )
         if self.last_plan is not plan:
             self.last_plan = plan
-        shards = scattered(group, plan, (q_BsHD, k_BsHD, v_BsHD), seconds)
-        result, lse_or_none = gathered(shards, self.copy, seconds)
+        result, lse_or_none = whole_layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds)
         if return_lse:
             assert lse_or_none is not None
             return result, lse_or_none

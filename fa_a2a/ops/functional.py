@@ -11,7 +11,7 @@ import torch
 from .. import config
 from ..comm.group import Group, resolve
 from ..errors import FaA2AError, ShapeError, WorkspaceError
-from . import fused, scatter, serial
+from . import fused, layer, scatter, serial
 from .kernels import Qkv
 from .options import PLAIN, Options
 from .options import key as options_key
@@ -85,7 +85,11 @@ def find_plan(
     key: object = None
     told = options_key(options)
     if told is not None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
-        key = (_signature(q), _signature(k), _signature(v), scale, return_lse, kernel, exchange, head_sharded, told)
+        grad = torch.is_grad_enabled()
+        key = (
+            *(_signature(q, grad), _signature(k, grad), _signature(v, grad)),
+            *(scale, return_lse, kernel, exchange, head_sharded, told),
+        )
     settled = group.settled.get(key)
     if settled is not None:
         group.check_usable()
@@ -120,11 +124,11 @@ def find_plan(
     return plan
 
 
-def _signature(t: torch.Tensor) -> object:
-    """What of a tensor decides whether a call is taken. None for what is no tensor, or must be refused for its grad."""
+def _signature(t: torch.Tensor, grad: bool) -> object:
+    """What of a tensor decides whether a call is taken; the type of what is no tensor."""
     if not isinstance(t, torch.Tensor):
         return type(t)
-    return t.shape, t.dtype, t.device, t.requires_grad and torch.is_grad_enabled()
+    return t.shape, t.dtype, t.device, grad and t.requires_grad
 
 
 def deadline(timeout_s: float | None) -> float:
@@ -196,6 +200,21 @@ def attention_gather(
     return gathered(shards, copy, deadline(timeout_s))
 
 
+def whole_layer(
+    group: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both halves in one call, as a plan that `find_plan` has just found says."""
+    workspace = group.workspace
+    if plan.exchange == "collective" or workspace is None:
+        return gathered(scattered(group, plan, qkv, seconds), copy, seconds)
+    out, lse = layer.run(qkv, plan, workspace, seconds)
+    return copied(out, lse) if copy else (out, lse)
+
+
+def copied(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return out.clone(), None if lse is None else lse.clone()
+
+
 def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention and the exchange after it as the shards' plan says."""
     if not isinstance(shards, HeadShards):
@@ -215,6 +234,4 @@ def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tens
     if shards._call is workspace:
         fused.announce(plan, workspace, seconds)
     out, lse = fused.attend(shards._q, shards._k, shards._v, plan, workspace, seconds)
-    if copy:
-        out, lse = out.clone(), None if lse is None else lse.clone()
-    return out, lse
+    return copied(out, lse) if copy else (out, lse)
