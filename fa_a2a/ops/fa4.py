@@ -30,6 +30,7 @@ class _FA4:
         with_lse: bool,
         fused: bool = False,
         tile: tuple[int, int] | None = None,
+        heads_per_kv: int = 1,
     ) -> None:
         from fa4_a2a.forward import forward_tile_rows, load_forward
         from fa4_a2a.persistent import ARCHS, Build, load_persistent
@@ -39,11 +40,16 @@ class _FA4:
         name, self.num_sms = str(dtype).removeprefix("torch."), properties.multi_processor_count
         self.tile_rows = forward_tile_rows(head_dim, arch, tile)
         self.can_release = arch in ARCHS
-        self._forward = load_forward(head_dim, name, arch, self.num_sms, tile=tile, with_lse=with_lse)
+        self.heads_per_kv = heads_per_kv
+        self._forward = load_forward(
+            head_dim, name, arch, self.num_sms, tile=tile, with_lse=with_lse, heads_per_kv=heads_per_kv
+        )
         if fused and self.can_release:
             build = Build(release=True)
             self._slice_rows = build.slice_rows
-            self._persistent = load_persistent(head_dim, name, arch, self.num_sms, tile, with_lse, build=build)
+            self._persistent = load_persistent(
+                head_dim, name, arch, self.num_sms, tile, with_lse, heads_per_kv, build=build
+            )
         self._made_for = (device, dtype, head_dim, with_lse, arch)
 
     def alternatives(self) -> dict[str, _FA4]:
@@ -117,5 +123,7 @@ def _arguments(release: Release) -> tuple[object, ...]:
     )
 
 
-def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool) -> _FA4:
-    return _FA4(device, dtype, head_dim, with_lse, fused)
+def make(
+    device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool, heads_per_kv: int = 1
+) -> _FA4:
+    return _FA4(device, dtype, head_dim, with_lse, fused, heads_per_kv=heads_per_kv)

@@ -176,7 +176,7 @@ def _prepare(
         if fused and device.type == "cuda" and not request.head_sharded:
             from . import scatter
 
-            scatter.load(device, request.dtype, request.head_dim, shape.equal_shards and shape.equal_heads)
+            scatter.load(device, request.dtype, request.head_dim, scatter.is_equal(shape))
     except Exception as error:  # told to the others below, then raised
         failure = error
     if group.size > 1:

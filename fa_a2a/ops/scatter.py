@@ -65,29 +65,27 @@ def in_chunk_order(q_BShD: torch.Tensor, shape: ExchangeShape, owners: tuple[int
 def load(device: torch.device, dtype: str, head_dim: int, equal: bool = True) -> Callable[..., None]:
     """The GPU kernel; compiles it, or takes it from the cache, before it returns."""
     from fa4_a2a.scatter import load_scatter
+    from fa4_a2a.scatter_unequal import load_unequal
 
-    kernel: Callable[..., None] = load_scatter(
-        head_dim, dtype, "sm_{}{}a".format(*torch.cuda.get_device_capability(device))
-    )
+    arch = "sm_{}{}a".format(*torch.cuda.get_device_capability(device))
+    kernel: Callable[..., None] = (load_scatter if equal else load_unequal)(head_dim, dtype, arch)
     return kernel
 
 
 def _by_kernel(plan: Plan, workspace: Workspace) -> Store:
+    shape = plan.shape
+    if not is_equal(shape):
+        return _by_unequal_kernel(plan, workspace)
     from fa4_a2a.scatter import ScatterPlan
 
-    from ..comm.nvshmem import Nvshmem
-
-    shape, memory, ranks = plan.shape, workspace.memory, range(workspace.group.size)
-    assert isinstance(memory, Nvshmem)
+    ranks = range(workspace.group.size)
     launch = ScatterPlan(
-        load(memory.device, plan.request.dtype, shape.head_dim),
+        load(workspace.memory.device, plan.request.dtype, shape.head_dim),
         (shape.batch, shape.local_seq, shape.num_heads, shape.head_dim),
         workspace.group.rank,
         [[workspace.address(name, rank) for rank in ranks] for name in "qkv"],
         workspace.my_chunk_at,
-        memory.signal_table(workspace.signals),
-        memory.record_address,
-        torch.cuda.get_device_properties(memory.device).multi_processor_count,
+        *_signals(workspace),
     )
 
     def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
@@ -95,6 +93,53 @@ def _by_kernel(plan: Plan, workspace: Workspace) -> Store:
         launch(loadable(q), loadable(k), loadable(v), fingerprint=plan.fingerprint, deadline_ns=deadline_ns)
 
     return store
+
+
+def _by_unequal_kernel(plan: Plan, workspace: Workspace) -> Store:
+    """Own rows by the kernel that looks each slice up; replicated text by copies before it, which it waits for."""
+    from fa4_a2a.scatter_unequal import Slice, UnequalPlan
+
+    shape, rank = plan.shape, workspace.group.rank
+    own, text = shape.own_rows(rank), text_slices(plan, workspace)
+
+    def slice_of(name: str, peer: int) -> Slice:
+        buffer = workspace.head_sharded(name, peer, shape, plan.request.torch_dtype)
+        mine = buffer[:, destination(name, workspace.my_chunk_at[peer], rank, shape)]
+        taken = heads(name, peer, shape)
+        batch_bytes = buffer.stride(0) * buffer.itemsize
+        return Slice(mine.data_ptr(), batch_bytes, taken.start, taken.stop - taken.start)
+
+    launch = UnequalPlan(
+        load(workspace.memory.device, plan.request.dtype, shape.head_dim, equal=False),
+        (shape.batch, shape.sizes[rank], shape.num_heads, shape.head_dim),
+        rank,
+        [[slice_of(name, peer) for peer in range(workspace.group.size)] for name in "qkv"],
+        *_signals(workspace),
+    )
+
+    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
+        tensors, deadline_ns = (q, k, v), int(timeout_s * 1e9)
+        for index, rows, mine, target in text:
+            target.copy_(tensors[index][:, rows, mine])
+        sources = [loadable(t[:, own]) for t in tensors]
+        launch(*sources, fingerprint=plan.fingerprint, deadline_ns=deadline_ns)
+
+    return store
+
+
+def _signals(workspace: Workspace) -> tuple[torch.Tensor, int, int]:
+    """Every rank's signal block, where a wait that fails is recorded, and how many CTAs take part."""
+    from ..comm.nvshmem import Nvshmem
+
+    memory = workspace.memory
+    assert isinstance(memory, Nvshmem)
+    ctas = torch.cuda.get_device_properties(memory.device).multi_processor_count
+    return memory.signal_table(workspace.signals), memory.record_address, ctas
+
+
+def is_equal(shape: ExchangeShape) -> bool:
+    """Whether every rank sends as many rows, and as many heads of q, k and v, to every rank."""
+    return shape.equal_shards and shape.num_heads % shape.num_ranks == 0 and shape.kv_heads == shape.num_heads
 
 
 def _by_copies(plan: Plan, workspace: Workspace) -> Store:
@@ -140,10 +185,15 @@ def text_slices(plan: Plan, workspace: Workspace) -> list[tuple[int, slice, slic
         return []
     rows, found = shape.text_place(rank), []
     for index, name in enumerate("qkv"):
-        buffer = workspace.head_sharded(name, rank, shape, plan.request.torch_dtype)
-        places = [slice(shape.text[0], sum(shape.text))]
-        if name == "q":
-            text = [shape.text_place(owner) for owner in workspace.owners]
-            places = [slice(c * shape.local_seq + t.start, c * shape.local_seq + t.stop) for c, t in enumerate(text)]
-        found += [(index, rows, heads(name, rank, shape), buffer[:, place]) for place in places]
+        buffer, mine = workspace.head_sharded(name, rank, shape, plan.request.torch_dtype), heads(name, rank, shape)
+        if name != "q":
+            found.append((index, rows, mine, buffer[:, slice(shape.text[0], sum(shape.text))]))
+            continue
+        by_chunk = (shape.batch, shape.num_ranks, shape.local_seq, *buffer.shape[2:])
+        chunks = buffer.view(by_chunk).transpose(0, 1)
+        places = [shape.text_place(owner) for owner in workspace.owners]
+        if places == [rows] * len(places):  # one copy, broadcast over the chunks
+            found.append((index, rows, mine, chunks[:, :, rows]))
+        else:
+            found += [(index, rows, mine, chunk[:, place]) for chunk, place in zip(chunks, places)]
     return found
