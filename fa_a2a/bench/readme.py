@@ -12,6 +12,7 @@ from typing import Any
 from .. import config
 from ..errors import ConfigurationError
 from .record import content_hash
+from .support import SUPPORT, WORDS
 
 Lines = list[dict[str, Any]]
 
@@ -96,10 +97,16 @@ def environment_table(lines: Lines) -> str:
     return _table(["variable", "default", "meaning"], rows)
 
 
+def support_table(lines: Lines) -> str:
+    rows = [[x.what, x.how, WORDS[x.cpu], WORDS[x.gpu]] for x in SUPPORT]
+    return _table(["situation", "pass", "CPU processes", "`fa4` on sm_90"], rows)
+
+
 TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
     "layer": layer_table,
     "litmus": litmus_table,
+    "support": support_table,
     "environment": environment_table,
 }
 

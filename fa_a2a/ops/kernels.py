@@ -85,8 +85,8 @@ def loadable(t: torch.Tensor) -> torch.Tensor:
 
 _ADAPTERS = {"cpu": "cpu", "torch": "sdpa", "fa4": "fa4"}
 KERNELS = tuple(_ADAPTERS)
-CAUSAL = ("cpu", "torch")
-GROUPING = ("fa4",)  # kernels that are built for a number of query heads to each K/V head
+CAUSAL = ("cpu", "torch", "fa4")
+BUILT = ("fa4",)  # for a number of query heads to each K/V head, and for causal attention; the others take any
 
 
 def problem(
@@ -100,19 +100,22 @@ def problem(
     if name == "cpu":
         return None if device.type == "cpu" else f"kernel 'cpu' runs on CPU tensors, got {device.type}"
     if name == "fa4":
-        return _fa4_problem(device, dtype, head_dim)
+        return _fa4_problem(device, dtype, head_dim, causal)
     raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(KERNELS)}, got {name!r}")
 
 
-def _fa4_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _fa4_problem(device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool) -> str | None:
     if device.type != "cuda":
         return f"kernel 'fa4' runs on NVIDIA GPUs, got {device.type} tensors"
     if (capability := torch.cuda.get_device_capability(device)) not in ((9, 0), (10, 0)):
         return (
             f"kernel 'fa4' is built for compute capability 9.0 and 10.0, this GPU has {capability[0]}.{capability[1]}"
         )
-    if head_dim not in (64, 128):
-        return f"kernel 'fa4' takes head dimensions 64 and 128, got {head_dim}"
+    known = (64, 96, 128, 256) if capability == (9, 0) else (64, 128)
+    if head_dim not in known:
+        return f"kernel 'fa4' takes head dimensions {', '.join(map(str, known))} here, got {head_dim}"
+    if causal and capability != (9, 0):
+        return "kernel 'fa4' is built for causal attention on compute capability 9.0 alone, and the call is causal"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"kernel 'fa4' takes bfloat16 and float16, got {dtype}"
     return _missing_package()
@@ -140,11 +143,12 @@ def load(
     with_lse: bool,
     fused: bool,
     heads_per_kv: int = 1,
+    causal: bool = False,
 ) -> AttentionKernel:
     """The kernel's adapter; compiles what it will use, or takes it from the cache, before it returns.
 
-    heads_per_kv: query heads of each K/V head where the kernel groups them itself."""
+    heads_per_kv, causal: what a kernel in BUILT is built for besides."""
     module = importlib.import_module(f"{__package__}.{_ADAPTERS[name]}")
-    grouped = {"heads_per_kv": heads_per_kv} if heads_per_kv > 1 else {}
-    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse, fused, **grouped)
+    options = {"heads_per_kv": heads_per_kv, "causal": causal} if name in BUILT else {}
+    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse, fused, **options)
     return adapter

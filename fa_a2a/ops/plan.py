@@ -171,8 +171,11 @@ def _prepare(
     adapter = None
     fused = exchange == "fused"
     try:
-        grouped = heads_per_kv(shape, group.rank if shape.num_ranks > 1 else 0) if kernel in kernels.GROUPING else 1
-        adapter = kernels.load(kernel, device, request.torch_dtype, request.head_dim, request.with_lse, fused, grouped)
+        grouped = heads_per_kv(shape, group.rank if shape.num_ranks > 1 else 0)
+        adapter = kernels.load(
+            *(kernel, device, request.torch_dtype, request.head_dim, request.with_lse, fused),
+            *((grouped, request.causal) if kernel in kernels.BUILT else ()),
+        )
         if fused and device.type == "cuda" and not request.head_sharded:
             from . import scatter
 
