@@ -99,7 +99,8 @@ class UlyssesAttention(torch.nn.Module):
             out, lse = both
             return (out, lse) if return_lse else out
         group, seconds, options = self._resolve(), self.timeout_s, PLAIN
-        if causal or whole_kv or any(x is not None for x in (key_lengths, shard_sizes, replicated_text)):
+        absent = key_lengths is None and shard_sizes is None and replicated_text is None
+        if causal or whole_kv or not absent:
             options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv)
         plan = find_plan(
             group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, self.kernel, self.exchange, seconds, False, options

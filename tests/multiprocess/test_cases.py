@@ -9,7 +9,7 @@ from situations import Situation, run
 from workers import attempt, coded, inputs, reference, shard
 
 import fa_a2a
-from fa_a2a import UlyssesAttention
+from fa_a2a import HeadShards, UlyssesAttention, attention_gather
 
 SERIAL = {"kernel": "cpu", "exchange": "collective"}
 
@@ -171,6 +171,26 @@ def test_case_16_another_host_in_the_group(fresh_ranks):
         assert "falls back to 'collective'" in reason and "ranks [1] are on another" in reason
         assert told == 1
         assert named.error == "UnsupportedError"
+
+
+def wrapped(rank, size, exchange):
+    """Tensors that are head-sharded already, with unequal shards, text and padded keys."""
+    case = Situation(2, 37, 2 * size, size, 16, "float32", "split", -5, (30, 42))
+    q, k, v = case.whole()
+    mine = [q[:, :, 2 * rank : 2 * rank + 2], k[:, :, rank : rank + 1], v[:, :, rank : rank + 1]]
+    options = case.options(size) | {"kernel": "cpu", "exchange": exchange, "return_lse": True}
+    out, lse = attention_gather(HeadShards.from_tensors(*mine, **options))
+    want, want_lse = case.reference()
+    assert (out.double() - case.mine(want, rank, size)).abs().max() < 1e-5
+    assert (lse.double() - case.mine(want_lse, rank, size, dim=2)).abs().max() < 1e-5
+    uneven = attempt(HeadShards.from_tensors, q, k[:, :, :1], v[:, :, :1], shard_sizes=[30, 13])
+    return uneven.error, uneven.text
+
+
+@pytest.mark.parametrize("exchange", ["fused", "collective"])
+def test_head_sharded_tensors_with_options(ranks, exchange):
+    for error, text in ranks(2).run(wrapped, exchange=exchange):
+        assert (error, "must sum to q's rows" in text) == ("ShapeError", True)
 
 
 def compiled(rank, size):
