@@ -1,4 +1,4 @@
-"""The command fa-a2a: sweep, calibrate, audit, exchange, pace, plot, compile, litmus, doctor."""
+"""The command fa-a2a: sweep, dit, calibrate, audit, exchange, pace, plot, compile, litmus, doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from .bench import checks, interrupt, pace_options, sweep_options, tools
+from .bench import checks, dit_options, interrupt, pace_options, sweep_options, tools
 from .errors import ConfigurationError, FaA2AError
 
 
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep_options.add(
         commands.add_parser("sweep", help="time serial and fused attention, or the layer, against sequence length")
     )
+    dit_options.add(commands.add_parser("dit", help="time whole diffusion transformers: one GPU, diffusers, ours"))
     _add_calibrate(
         commands.add_parser("calibrate", help="measure this machine's path between GPUs, or fit samples of it")
     )
@@ -108,6 +109,10 @@ def _add_exchange(parser: argparse.ArgumentParser) -> None:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     return sweep_options.run(arguments)
+
+
+def _dit(arguments: argparse.Namespace) -> int:
+    return dit_options.run(arguments)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

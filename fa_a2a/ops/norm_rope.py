@@ -78,7 +78,7 @@ class NormRope:
     def _partner(self, x: torch.Tensor) -> torch.Tensor:
         """What each element turns with, negated for the first of the two."""
         if self.interleaved:
-            first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+            first, second = x[..., ::2], x[..., 1::2]
             return torch.stack([-second, first], -1).flatten(-2)
         first, second = x.chunk(2, -1)
         return torch.cat([-second, first], -1)
