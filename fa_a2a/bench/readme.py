@@ -12,7 +12,7 @@ from typing import Any
 from .. import config
 from ..errors import ConfigurationError
 from .record import content_hash
-from .support import SUPPORT, WORDS
+from .support import SUPPORT
 
 Lines = list[dict[str, Any]]
 
@@ -135,8 +135,9 @@ def environment_table(lines: Lines) -> str:
 
 
 def support_table(lines: Lines) -> str:
-    rows = [[x.what, x.how, WORDS[x.cpu], WORDS[x.gpu]] for x in SUPPORT]
-    return _table(["situation", "pass", "CPU processes", "`fa4` on sm_90"], rows)
+    paths = list(dict.fromkeys(x.gpu for x in SUPPORT))
+    rows = [[path, "; ".join(x.what for x in SUPPORT if x.gpu == path)] for path in paths]
+    return _table(["path (`fa4` on sm_90; CPU processes)", "what the call may have, together too, and with LSE"], rows)
 
 
 TABLES: dict[str, Callable[[Lines], str]] = {

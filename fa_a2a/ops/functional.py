@@ -79,11 +79,12 @@ def find_plan(
     timeout_s: float | None,
     head_sharded: bool = False,
     options: Options = PLAIN,
+    refused: FaA2AError | None = None,
 ) -> Plan:
     seconds = deadline(timeout_s)
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
     key: object = None
-    told = options_key(options)
+    told = options_key(options) if refused is None else None
     if told is not None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
         grad = torch.is_grad_enabled()
         key = (
@@ -98,6 +99,8 @@ def find_plan(
         return settled
     request: Request | FaA2AError
     try:
+        if refused is not None:
+            raise refused
         check_choices(kernel, exchange, seconds)
         request = make_request(
             q,

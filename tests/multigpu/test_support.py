@@ -6,18 +6,19 @@ import torch.distributed as dist
 from situations import Situation, run
 
 from fa_a2a import UlyssesAttention
-from fa_a2a.bench.support import SUPPORT
+from fa_a2a.bench.support import FUSED, LOCAL, SUPPORT
 
 
 @pytest.mark.parametrize("row", SUPPORT, ids=lambda row: row.what)
 def test_row_takes_the_path_that_the_readme_names(device, row):
-    situation, size, rank = Situation(dtype="bfloat16", **row.call), dist.get_world_size(), dist.get_rank()
-    for case in (situation, *([situation.on(dim=256)] if situation.dim == 96 else [])):
-        kernel, exchange, _, out = run(case, rank, size, UlyssesAttention(), True, device)
-        assert (kernel, exchange) == ("fa4", row.gpu)
-        if not case.causal:  # whose serial path cuts its tiles elsewhere
-            serial = UlyssesAttention(kernel="fa4", exchange="collective")
-            assert torch.equal(run(case, rank, size, serial, True, device)[3], out)
+    case, size, rank = Situation(dtype="bfloat16", **row.call), dist.get_world_size(), dist.get_rank()
+    layer = UlyssesAttention()
+    kernel, exchange, _, out = run(case, rank, size, layer, True, device)
+    assert (kernel, exchange) == ("fa4", row.exchange)
+    assert row.gpu == LOCAL or layer.last_plan.adapter.can_release == (row.gpu == FUSED)
+    if not case.causal:  # whose serial path cuts its tiles elsewhere
+        serial = UlyssesAttention(kernel="fa4", exchange="collective")
+        assert torch.equal(run(case, rank, size, serial, True, device)[3], out)
 
 
 @pytest.mark.parametrize("text", [0, 33])

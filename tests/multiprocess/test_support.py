@@ -17,7 +17,7 @@ def taken(rank, size, situation):
 @pytest.mark.parametrize("row", SUPPORT, ids=lambda row: row.what)
 def test_row_takes_the_path_that_the_readme_names(ranks, size, row):
     situation = Situation(**{**row.call, "heads": max(row.call["heads"] // 2, row.call.get("kv_heads", 0))})
-    assert ranks(size).run(taken, situation=situation) == [[row.cpu]] * size
+    assert ranks(size).run(taken, situation=situation) == [[row.exchange]] * size
 
 
 @st.composite
