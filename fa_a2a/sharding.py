@@ -176,6 +176,11 @@ class ExchangeShape:
         """Every rank holds as many query heads and as many K/V heads of its own."""
         return self.num_heads % self.num_ranks == 0 and self.kv_heads % self.num_ranks == 0
 
+    @property
+    def is_equal(self) -> bool:
+        """Every rank sends as many rows and as many heads of q, k and v to every rank."""
+        return self.equal_shards and self.num_heads % self.num_ranks == 0 and self.kv_heads == self.num_heads
+
     @cached_property
     def local_heads(self) -> int:
         """Query heads of the rank that has most."""

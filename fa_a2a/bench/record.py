@@ -23,6 +23,7 @@ _PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nv
 
 _SIGNAL = (
     "layout.py",
+    "sharding.py",
     "comm/nvshmem.py",
     "comm/workspace.py",
     "fa4_a2a/signal*.py",
@@ -31,6 +32,7 @@ _SIGNAL = (
 )
 _ATTENTION = (
     "ops/kernels.py",
+    "ops/pieces.py",
     "ops/fused.py",
     "ops/serial.py",
     "ops/fa4.py",
@@ -66,7 +68,7 @@ def content_hash(kind: str) -> str:
 
     Of a kind that is not listed: everything in comm, ops and the kernels.
     """
-    patterns = _FILES.get(kind, ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"))
+    patterns = _FILES.get(kind, ("layout.py", "sharding.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"))
     spec = importlib.util.find_spec("fa4_a2a")
     kernels = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
     digest = hashlib.sha256()

@@ -12,8 +12,8 @@ FUSED, STOCK, LOCAL = "fused", "fused, stores not paced", "on each rank alone"
 
 @dataclass(frozen=True)
 class Support:
-    """call: a Situation of tests/situations.py. gpu: the path of kernel fa4 on GPUs of compute capability 9.0, which is
-    what "auto" takes there; on CPU processes it is the same, but nothing is paced."""
+    """call: a Situation of tests/situations.py. gpu: the path of kernel fa4 on GPUs of compute capability 9.0, unless
+    "auto" expects more of a collective for the shape; on CPU processes it is the same, but nothing is paced."""
 
     what: str
     call: dict[str, Any] = field(repr=False)

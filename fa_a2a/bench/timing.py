@@ -38,8 +38,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Microseconds per call of each method: one value a round, the maximum over ranks. The first round is dropped.
 
-    Each round has an order of its own, the same on every rank: what runs behind an idle pause or a cooler method finds a
-    faster chip, and in a fixed order that would be the same method's advantage in every round.
+    Each round has an order of its own, the same on every rank: what runs behind an idle pause or a cooler method finds
+    a faster chip, and in a fixed order that would be the same method's advantage in every round.
 
     align: makes the ranks' streams start together. Collective over the default group.
     """

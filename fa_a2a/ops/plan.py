@@ -21,7 +21,7 @@ from ..comm.symmetric import SymmetricMemory
 from ..comm.workspace import Workspace
 from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError, UnsupportedError
 from ..layout import ExchangeShape, fingerprint
-from . import kernels
+from . import advice, kernels
 from .kernels import AttentionKernel
 from .pieces import heads_per_kv
 from .request import Request, check_choices, check_deadline, is_deadline, make_request
@@ -101,6 +101,7 @@ def _agree(
         for name in kernels.KERNELS:
             of_request = (request.torch_dtype, request.head_dim, request.with_lse, request.causal)
             mine[name] = kernels.problem(name, device, *of_request)
+        mine[advice.GPU] = advice.gpu_of(device)
     else:
         mine = {"request": None, "error": f"{type(request).__name__}: {request}"}
     if group.size == 1:
@@ -167,6 +168,8 @@ def _prepare(
     shape = request.shape(group.size)
     kernel, why_kernel = _choose_kernel(request, reports, device)
     exchange, why_exchange = _choose_exchange(group, request, kernel, device, timeout_s)
+    if request.exchange == "auto" and exchange == "fused" and request.is_plain and shape.is_equal:
+        exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
     failure: Exception | None = None
     adapter = None
     fused = exchange == "fused"
@@ -179,7 +182,7 @@ def _prepare(
         if fused and device.type == "cuda" and not request.head_sharded:
             from . import scatter
 
-            scatter.load(device, request.dtype, request.head_dim, scatter.is_equal(shape))
+            scatter.load(device, request.dtype, request.head_dim, shape.is_equal)
     except Exception as error:  # told to the others below, then raised
         failure = error
     if group.size > 1:
@@ -218,7 +221,7 @@ def _choose_kernel(request: Request, reports: list[dict[str, str | None]], devic
     if request.device == "cpu":
         return "cpu" if request.exchange != "collective" or request.with_lse else "torch", ""
     if not troubles["fa4"] and kernels.verified("fa4", device):
-        return "fa4", ""
+        return advice.kernel(["fa4"], request, reports)
     why = troubles["fa4"] or "kernel 'fa4' compiles for this GPU but has not been run on one; name it to use it"
     if troubles["torch"]:
         raise UnsupportedError(f"no kernel runs this: {why}; {troubles['torch']}")

@@ -58,6 +58,11 @@ class Request:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
+    @property
+    def is_plain(self) -> bool:
+        """All queries to all keys: what the X-Stage model knows."""
+        return not (self.causal or self.key_lengths or self.whole_kv)
+
     def shape(self, num_ranks: int) -> ExchangeShape:
         """With whole_kv nothing is exchanged: the shape is that of one rank by itself."""
         return ExchangeShape(

@@ -74,7 +74,7 @@ def load(device: torch.device, dtype: str, head_dim: int, equal: bool = True) ->
 
 def _by_kernel(plan: Plan, workspace: Workspace) -> Store:
     shape = plan.shape
-    if not is_equal(shape):
+    if not shape.is_equal:
         return _by_unequal_kernel(plan, workspace)
     from fa4_a2a.scatter import ScatterPlan
 
@@ -135,11 +135,6 @@ def _signals(workspace: Workspace) -> tuple[torch.Tensor, int, int]:
     assert isinstance(memory, Nvshmem)
     ctas = torch.cuda.get_device_properties(memory.device).multi_processor_count
     return memory.signal_table(workspace.signals), memory.record_address, ctas
-
-
-def is_equal(shape: ExchangeShape) -> bool:
-    """Whether every rank sends as many rows, and as many heads of q, k and v, to every rank."""
-    return shape.equal_shards and shape.num_heads % shape.num_ranks == 0 and shape.kv_heads == shape.num_heads
 
 
 def _by_copies(plan: Plan, workspace: Workspace) -> Store:
