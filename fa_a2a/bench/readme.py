@@ -134,10 +134,10 @@ def environment_table(lines: Lines) -> str:
     return _table(["variable", "default", "meaning"], rows)
 
 
-def support_table(lines: Lines) -> str:
-    paths = list(dict.fromkeys(x.gpu for x in SUPPORT))
-    rows = [[path, "; ".join(x.what for x in SUPPORT if x.gpu == path)] for path in paths]
-    return _table(["path (`fa4` on sm_90; CPU processes)", "what the call may have, together too, and with LSE"], rows)
+def support_list(lines: Lines) -> str:
+    paths = dict.fromkeys(x.gpu for x in SUPPORT)
+    found = [f"*{path}*: {'; '.join(x.what for x in SUPPORT if x.gpu == path)}." for path in paths]
+    return "Shapes, also combined, and with LSE. " + " ".join(found)
 
 
 TABLES: dict[str, Callable[[Lines], str]] = {
@@ -145,7 +145,7 @@ TABLES: dict[str, Callable[[Lines], str]] = {
     "layer": layer_table,
     "dit": dit_table,
     "litmus": litmus_table,
-    "support": support_table,
+    "support": support_list,
     "environment": environment_table,
 }
 

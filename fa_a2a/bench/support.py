@@ -1,4 +1,4 @@
-"""What a call may look like, and which path it takes. The README's table is made from these rows, and so are the tests
+"""What a call may look like, and which path it takes. The README's list is made from these rows, and so are the tests
 of test_support.py in tests/multiprocess and tests/multigpu: each runs every row's `call` and asks which path it took.
 Imports no torch."""
 

@@ -1,4 +1,4 @@
-"""Every row of the README's table of situations, on the path that it names for GPUs."""
+"""Every row of the README's list of shapes, on the path that it names for GPUs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every row of the README's table of situations, on the path that it names; and any shape at all."""
+"""Every row of the README's list of shapes, on the path that it names; and any shape at all."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
