@@ -4,7 +4,8 @@ Why that is safe, and what the calls on a workspace must look like, is said in c
 
 Unequal shards take chunks of the rank that holds most, padded: rows behind a shorter shard are computed from whatever
 lies there and stored to rows of O that their owner's view leaves out. Replicated text is part of every chunk: each
-owner needs its output, and so its rows are computed P times, in place of a second exchange.
+owner needs its output, and so its rows are computed P times, in place of a second exchange. Per layer, 24 heads of 128,
+P = 2 (2x H200, 2026-11-30, in a CUDA graph): 276.7 us for 4480 tokens, 283.0 for 4481, 283.0 with 512 of 4480 as text.
 """
 
 from __future__ import annotations
