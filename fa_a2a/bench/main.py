@@ -56,8 +56,19 @@ def rows_by_ranks(rows: list[Row], counts: list[int], chosen_heads: bool) -> dic
         fitting = [row for row in rows if row.num_heads % count == 0]
         found[count] = rows if chosen_heads or not fitting else fitting
         for row in found[count]:
-            ExchangeShape(row.batch, row.seq_len, row.num_heads, row.head_dim, count, 1)
+            _check_equal(row, count)
     return found
+
+
+def _check_equal(row: Row, count: int) -> None:
+    """What is compared has equal parts: the bench's own exchanges and views know no others."""
+    for what, number, way in (
+        ("tokens", row.seq_len, "pad the sequence"),
+        ("heads", row.num_heads, "use a number of ranks that divides the heads"),
+    ):
+        if number % count:
+            raise ShapeError(f"the commands measure equal shards: {number} {what} over {count} ranks; {way}")
+    ExchangeShape(row.batch, row.seq_len, row.num_heads, row.head_dim, count, 1)
 
 
 def cases(options: argparse.Namespace, kind: str) -> list[Case]:

@@ -12,6 +12,7 @@ from typing import Any
 from .. import config
 from ..errors import ConfigurationError
 from .record import content_hash
+from .support import SUPPORT
 
 Lines = list[dict[str, Any]]
 
@@ -133,11 +134,18 @@ def environment_table(lines: Lines) -> str:
     return _table(["variable", "default", "meaning"], rows)
 
 
+def support_list(lines: Lines) -> str:
+    paths = dict.fromkeys(x.gpu for x in SUPPORT)
+    found = [f"*{path}*: {'; '.join(x.what for x in SUPPORT if x.gpu == path)}." for path in paths]
+    return "Shapes, also combined, and with LSE. " + " ".join(found)
+
+
 TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
     "layer": layer_table,
     "dit": dit_table,
     "litmus": litmus_table,
+    "support": support_list,
     "environment": environment_table,
 }
 

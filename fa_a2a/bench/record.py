@@ -33,6 +33,7 @@ _PACKAGES = (
 
 _SIGNAL = (
     "layout.py",
+    "sharding.py",
     "comm/nvshmem.py",
     "comm/workspace.py",
     "fa4_a2a/signal*.py",
@@ -41,6 +42,7 @@ _SIGNAL = (
 )
 _ATTENTION = (
     "ops/kernels.py",
+    "ops/pieces.py",
     "ops/fused.py",
     "ops/serial.py",
     "ops/fa4.py",
@@ -77,7 +79,7 @@ def content_hash(kind: str, kernel: str | None = None) -> str:
 
     Of a kind that is not listed: everything in comm, ops and the kernels. Of lines of kernel fa3 also its own sources.
     """
-    patterns = _FILES.get(kind, ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"))
+    patterns = _FILES.get(kind, ("layout.py", "sharding.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"))
     if kernel == "fa3":
         patterns += ("ops/fa3.py", "native/*.py")
     spec = importlib.util.find_spec("fa4_a2a")

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTime
 from ..layout import ExchangeShape, fingerprint
 from . import advice, kernels
 from .kernels import AttentionKernel
+from .pieces import heads_per_kv
 from .request import Request, check_choices, check_deadline, is_deadline, make_request
 
 __all__ = [  # with the parts of a request, so that a caller needs one module
@@ -65,7 +67,7 @@ def settle(group: Group, request: Request | FaA2AError, device: torch.device, ti
     if isinstance(request, Request):
         mark = fingerprint(json.dumps(asdict(request)))
         plan = group.plans.get(mark)
-        if plan is not None and not _agree_each_time(plan):
+        if plan is not None and not (group.size > 1 and _agree_each_time(plan)):
             return plan
     else:
         mark, plan = 0, None
@@ -88,7 +90,7 @@ def settle(group: Group, request: Request | FaA2AError, device: torch.device, ti
 def _agree_each_time(plan: Plan) -> bool:
     """Collectives carry no fingerprint. Between CPU processes the exchange of words costs little, so each call is
     compared; on GPUs only new configurations are, since the host must not wait for its peers there."""
-    return plan.exchange == "collective" and plan.request.device == "cpu" and plan.shape.num_ranks > 1
+    return plan.exchange == "collective" and plan.request.device == "cpu"
 
 
 def _agree(
@@ -97,7 +99,8 @@ def _agree(
     if isinstance(request, Request):
         mine: dict[str, str | None] = {"request": json.dumps(asdict(request)), "error": None}
         for name in kernels.KERNELS:
-            mine[name] = kernels.problem(name, device, request.torch_dtype, request.head_dim, request.with_lse)
+            of_request = (request.torch_dtype, request.head_dim, request.with_lse, request.causal)
+            mine[name] = kernels.problem(name, device, *of_request)
         mine[advice.GPU] = advice.gpu_of(device)
     else:
         mine = {"request": None, "error": f"{type(request).__name__}: {request}"}
@@ -139,7 +142,18 @@ def _compare(reports: list[dict[str, str | None]]) -> None:
         rows = "; ".join(
             f"rank {rank}: " + ", ".join(f"{name}={r[name]}" for name in differing) for rank, r in enumerate(requests)
         )
-        raise PeerMismatchError(f"shapes, dtypes and options must be the same on every rank; {rows}")
+        raise PeerMismatchError(
+            f"shapes, dtypes and options must be the same on every rank; {rows}{_unequal_shards(requests, differing)}"
+        )
+
+
+def _unequal_shards(requests: list[dict[str, Any]], differing: list[str]) -> str:
+    """The way out where the ranks hold different numbers of tokens and nothing else differs."""
+    if differing != ["seq_len"] or requests[0]["shard_sizes"] is not None or requests[0]["head_sharded"]:
+        return ""
+    text = abs(requests[0]["replicated_text"])
+    sizes = [(r["seq_len"] - text) // len(requests) for r in requests]
+    return f"; for shards of these sizes pass shard_sizes={sizes} on every rank"
 
 
 def _prepare(
@@ -154,18 +168,21 @@ def _prepare(
     shape = request.shape(group.size)
     kernel, why_kernel = _choose_kernel(request, reports, device)
     exchange, why_exchange = _choose_exchange(group, request, kernel, device, timeout_s)
-    if request.exchange == "auto" and exchange == "fused":
+    if request.exchange == "auto" and exchange == "fused" and request.is_plain and shape.is_equal:
         exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
     failure: Exception | None = None
     adapter = None
+    fused = exchange == "fused"
     try:
+        grouped = heads_per_kv(shape, group.rank if shape.num_ranks > 1 else 0)
         adapter = kernels.load(
-            kernel, device, request.torch_dtype, request.head_dim, request.with_lse, exchange == "fused"
+            *(kernel, device, request.torch_dtype, request.head_dim, request.with_lse, fused),
+            *((grouped, request.causal) if kernel in kernels.BUILT else ()),
         )
-        if exchange == "fused" and device.type == "cuda" and not request.head_sharded:
+        if fused and device.type == "cuda" and not request.head_sharded:
             from . import scatter
 
-            scatter.load(device, request.dtype, request.head_dim)
+            scatter.load(device, request.dtype, request.head_dim, shape.is_equal)
     except Exception as error:  # told to the others below, then raised
         failure = error
     if group.size > 1:
@@ -217,6 +234,8 @@ def _choose_exchange(
     """A named exchange, or 'fused' where kernel and machine allow it. Makes the workspace for it."""
     if group.size == 1:
         return "collective", "a group of one rank exchanges nothing"
+    if request.whole_kv:
+        return "collective", "k and v are whole on every rank: nothing is exchanged"
     if request.exchange == "collective":
         return "collective", ""
     if kernel == "torch":

@@ -6,6 +6,8 @@ calls of a functional operator, and an alias of a hidden buffer would then show 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .functional import attention_gather, scatter_heads
@@ -22,10 +24,28 @@ def ulysses_attention(
     scale: float,
     return_lse: bool,
     timeout_s: float,
+    causal: bool = False,
+    key_lengths: torch.Tensor | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    replicated_text: int | None = None,
+    whole_kv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the whole layer; lse has no elements unless asked for. group: name of a process group."""
     shards = scatter_heads(
-        q, k, v, group, scale=scale, return_lse=return_lse, kernel=kernel, exchange=exchange, timeout_s=timeout_s
+        q,
+        k,
+        v,
+        group,
+        scale=scale,
+        return_lse=return_lse,
+        kernel=kernel,
+        exchange=exchange,
+        timeout_s=timeout_s,
+        causal=causal,
+        key_lengths=key_lengths,
+        shard_sizes=shard_sizes,
+        replicated_text=replicated_text,
+        whole_kv=whole_kv,
     )
     out, lse = attention_gather(shards, copy=True, timeout_s=timeout_s)
     return out.contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse
@@ -42,6 +62,11 @@ def _(
     scale: float,
     return_lse: bool,
     timeout_s: float,
+    causal: bool = False,
+    key_lengths: torch.Tensor | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    replicated_text: int | None = None,
+    whole_kv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows) if return_lse else (0,), dtype=torch.float32)
