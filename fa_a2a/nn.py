@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .comm.group import Group, resolve
 from .errors import FaA2AError, UnsupportedError
 from .ops import schema
-from .ops.functional import deadline, find_plan, gathered, scattered
+from .ops.functional import deadline, find_plan, layer
 from .ops.plan import Plan, check_choices
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ class UlyssesAttention(torch.nn.Module):
 
     group: a ProcessGroup, a one-dimensional DeviceMesh (an axis of a larger one), or None for the default group, looked
         up at the first call; the module may be built before torch.distributed is initialised.
-    kernel: "auto", "fa4", "torch" or "cpu": which attention. exchange: "auto", "fused" (the kernel stores its output
+    kernel: "auto", "fa4", "torch" or "cpu": which attention. exchange: "auto", "overlapped" (one kernel for the layer:
+        it also sends q, k, v, and computes on what is here while the rest comes), "fused" (the kernel stores its output
         into the owners' memory) or "collective" (torch.distributed). "auto" may fall back and logs the reason once;
         a name never falls back.
     copy: return an ordinary tensor. False returns a view of the workspace where the path has one: valid until the next
@@ -92,8 +93,7 @@ class UlyssesAttention(torch.nn.Module):
         )
         if self.last_plan is not plan:
             self.last_plan = plan
-        shards = scattered(group, plan, (q_BsHD, k_BsHD, v_BsHD), seconds)
-        result, lse_or_none = gathered(shards, self.copy, seconds)
+        result, lse_or_none = layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds)
         if return_lse:
             assert lse_or_none is not None
             return result, lse_or_none

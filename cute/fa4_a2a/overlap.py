@@ -74,15 +74,20 @@ class Send(NamedTuple):
     part: int
 
 
-def send_order(num_ranks: int, kv_parts: int, queries_first: bool, own: bool) -> list[Send]:
+def send_order(num_ranks: int, kv_parts: int, queries_first: int, own: bool) -> list[Send]:
     """In the order in which they are needed: the own rows that share a key tile with the next chunk, keys and values
-    distance by distance, then queries. queries_first: the first wave holds tiles of the next rank's queries, which go
-    before all keys then."""
+    distance by distance, then queries. queries_first: for so many ranks the queries go before all keys, since the first
+    wave holds tiles of theirs."""
     everyone = range(1, num_ranks)
     queries = [Send(d, kv_parts) for d in everyone]
     keys = [Send(d, part) for d in everyone for part in range(kv_parts)]
-    ahead = queries[:1] if queries_first else []
-    return ([Send(0, 0)] if own else []) + ahead + keys + queries[len(ahead) :]
+    return ([Send(0, 0)] if own else []) + queries[:queries_first] + keys + queries[queries_first:]
+
+
+def whole_parts(heads: int, kv_parts: int) -> int:
+    """At most kv_parts, so that each group of heads has some."""
+    group = -(-heads // kv_parts)
+    return -(-heads // group)
 
 
 class Geometry(NamedTuple):
@@ -192,9 +197,10 @@ class OverlapPlan:
         import torch
 
         ranks, row_bytes = geometry.num_ranks, geometry.heads * geometry.head_dim * geometry.itemsize
-        if geometry.kv_parts + 1 > MAX_PARTS or geometry.kv_parts > geometry.heads:
+        if geometry.kv_parts >= MAX_PARTS or whole_parts(geometry.heads, geometry.kv_parts) != geometry.kv_parts:
             raise ValueError(
-                f"kv_parts is at most {MAX_PARTS - 1} and the number of local heads, not {geometry.kv_parts}"
+                f"kv_parts is below {MAX_PARTS} and divides {geometry.heads} heads into groups that all have some, "
+                f"not {geometry.kv_parts}; see whole_parts"
             )
         table = []
         for (distance, part), step in zip(sends, geometry.steps(sends), strict=True):

@@ -9,8 +9,8 @@ import torch
 
 from .. import config
 from ..comm.group import Group, resolve
-from ..errors import FaA2AError, ShapeError, WorkspaceError
-from . import fused, scatter, serial
+from ..errors import ConfigurationError, FaA2AError, ShapeError, WorkspaceError
+from . import fused, overlap, scatter, serial
 from .kernels import Qkv
 from .plan import MAX_KNOWN, Plan, Request, check_choices, check_deadline, is_deadline, make_request, settle
 
@@ -148,12 +148,35 @@ def scatter_heads(
     Source: DeepSpeed Ulysses (arXiv:2309.14509).
     """
     where = resolve(group)
-    return scattered(
+    plan = find_plan(
         where,
-        find_plan(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s),
-        (q_BsHD, k_BsHD, v_BsHD),
-        deadline(timeout_s),
+        q_BsHD,
+        k_BsHD,
+        v_BsHD,
+        scale,
+        return_lse,
+        kernel,
+        exchange,
+        timeout_s,
+        refused=_WHOLE_LAYER if exchange == "overlapped" else None,
     )
+    return scattered(where, plan, (q_BsHD, k_BsHD, v_BsHD), deadline(timeout_s))
+
+
+_WHOLE_LAYER = ConfigurationError(
+    "exchange='overlapped' is one kernel for the whole layer and has no first half; use UlyssesAttention, or 'fused'"
+)
+
+
+def layer(
+    where: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both halves as the plan says; one kernel where it overlaps them."""
+    if not plan.overlapped or where.size == 1:
+        return gathered(scattered(where, plan, qkv, seconds), copy, seconds)
+    assert where.workspace is not None
+    out, lse = overlap.attend(*qkv, plan, where.workspace, seconds)
+    return (out.clone(), None if lse is None else lse.clone()) if copy else (out, lse)
 
 
 def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float) -> HeadShards:

@@ -12,7 +12,7 @@ from ..errors import ConfigurationError, ShapeError, UnsupportedError
 from ..layout import ExchangeShape
 from . import kernels
 
-EXCHANGES = ("fused", "collective")
+EXCHANGES = ("overlapped", "fused", "collective")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .functional import attention_gather, scatter_heads
+from ..comm.group import resolve
+from .functional import find_plan, layer
 
 
 @torch.library.custom_op("fa_a2a::ulysses_attention", mutates_args=())
@@ -24,10 +25,9 @@ def ulysses_attention(
     timeout_s: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the whole layer; lse has no elements unless asked for. group: name of a process group."""
-    shards = scatter_heads(
-        q, k, v, group, scale=scale, return_lse=return_lse, kernel=kernel, exchange=exchange, timeout_s=timeout_s
-    )
-    out, lse = attention_gather(shards, copy=True, timeout_s=timeout_s)
+    where = resolve(group)
+    plan = find_plan(where, q, k, v, scale, return_lse, kernel, exchange, timeout_s)
+    out, lse = layer(where, plan, (q, k, v), True, timeout_s)
     return out.contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
