@@ -90,7 +90,9 @@ class Sends(Stores):
         return cute.arch.shuffle_sync(ticket, 0)
 
     @cute.jit
-    def move(self, overlap: Overlap, step: Int64, taken: Int32, row_bytes: Int32, counters: Int64, lane: Int32) -> Int32:
+    def move(
+        self, overlap: Overlap, step: Int64, taken: Int32, row_bytes: Int32, counters: Int64, lane: Int32
+    ) -> Int32:
         """Stores a unit, some rows of one head of one tensor; returns the next ticket."""
         unit = taken - word(step, Step.BEGIN)
         heads, tensors, rows = word(step, Step.HEADS), word(step, Step.TENSORS), word(step, Step.ROWS)
@@ -131,9 +133,7 @@ class Sends(Stores):
         return ticket
 
     @cute.jit
-    def sent(
-        self, overlap: Overlap, release: Release, step: Int64, count: Int64, done: Int32, lane: Int32
-    ):
+    def sent(self, overlap: Overlap, release: Release, step: Int64, count: Int64, done: Int32, lane: Int32):
         cute.arch.sync_warp()
         if lane == 0:
             before = Int32(ptx.add_acq_rel_gpu(count, Int64(done)))

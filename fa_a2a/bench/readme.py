@@ -65,7 +65,7 @@ def layer_table(lines: Lines) -> str:
             dates[key], runs[key] = x["date"], {}
         if dates[key] == x["date"]:
             runs.setdefault(key, {})[x["method"]] = x
-    methods = ("attention", "fa_a2a", "nccl_packed", "nccl", "symm_mem", "diffusers")
+    methods = ("attention", "overlapped", "fa_a2a", "nccl_packed", "nccl", "symm_mem", "diffusers")
     header = ["P", "S", "H", "mode", *methods, "/ attention", "over packed", "host"]
     rows = []
     for (ranks, heads, seq_len, mode), run in sorted(runs.items()):

@@ -168,9 +168,7 @@ _WHOLE_LAYER = ConfigurationError(
 )
 
 
-def layer(
-    where: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def layer(where: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Both halves as the plan says; one kernel where it overlaps them."""
     if not plan.overlapped or where.size == 1:
         return gathered(scattered(where, plan, qkv, seconds), copy, seconds)

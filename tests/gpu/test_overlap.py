@@ -1,9 +1,8 @@
-"""The overlapped kernel on one GPU: it plays one rank, the peers' parts lie in its buffers, and come when the test says.
+"""The overlapped kernel on one GPU: it plays one rank, and the peers' parts come when the test says.
 
 Own chunks in the workspace hold NaN: what the kernel reads of them must be the inputs, or rows it copied itself."""
 
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
@@ -193,12 +192,9 @@ def test_parts_that_come_late_and_in_any_order(device, arch, shape, backwards):
     """The peers' rows are NaN when the kernel starts, and are copied in part by part, each before its word."""
     stock, case, _ = start(device, arch, shape)
     ready = case.buffers[:, case.rank].clone()
-    case.buffers[:, case.rank] = float("nan")
     epoch = torch.full((1,), EPOCH_BEFORE + 1, dtype=torch.int64, device=device)
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    case.run(num_sms=100)  # copies within the device may need SMs
-    with torch.cuda.stream(side):
+
+    def come():
         for (chunk, part), at in sorted(case.words().items(), reverse=backwards):
             torch.cuda._sleep(100_000)
             group = -(-case.heads // case.kv_parts)
@@ -207,6 +203,15 @@ def test_parts_that_come_late_and_in_any_order(device, arch, shape, backwards):
                 place = case.place(tensor, chunk)
                 case.buffers[tensor, case.rank, place, heads].copy_(ready[tensor, place, heads])
             case.blocks[case.rank, at : at + 1].copy_(epoch)
+
+    come()  # CUDA loads a kernel at its first launch, and may not do so while another one waits
+    case.blocks[case.rank, min(case.words().values()) : max(case.words().values()) + 1] = 0
+    case.buffers[:, case.rank] = float("nan")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    case.run(num_sms=100)  # copies within the device may need SMs
+    with torch.cuda.stream(side):
+        come()
     case.check(stock)
 
 
@@ -234,15 +239,3 @@ def test_repeated_calls_and_graph_replays(device, arch):
         assert torch.equal(case.o, o)
         assert torch.equal(case.lse, lse)
         assert case.blocks[case.rank, EPOCH] == EPOCH_BEFORE + 1 + 3 * (n + 1)
-
-
-def test_tiles_of_any_order_are_a_permutation():
-    from fa4_a2a.overlap import Geometry, send_order
-
-    for ranks, kv_parts, first in ((2, 4, 0), (4, 2, 1), (8, 1, 7)):
-        sends = send_order(ranks, kv_parts, first, own=True)
-        assert len(set(sends)) == len(sends) == 1 + (ranks - 1) * (kv_parts + 1)
-        steps = Geometry(333, 6, 128, ranks, 160, kv_parts).steps(sends)
-        assert all(a[6] == b[5] for a, b in pairwise(steps))
-        sent = sum(step[1] * step[3] * step[4] for (d, _), step in zip(sends, steps) if d)
-        assert sent == (ranks - 1) * 3 * 6 * 333

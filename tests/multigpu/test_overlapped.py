@@ -82,6 +82,19 @@ def test_strided_inputs(device):
     assert torch.equal(got, serial([t.contiguous() for t in views], attention.last_plan)[0])
 
 
+def test_an_output_may_be_the_next_input(device):
+    """Peers store into the output's memory while this rank still reads its inputs."""
+    size = dist.get_world_size()
+    attention = layer()
+    for rows in (128, 1152):
+        out = attention(*(shard(t) for t in draw(device, 1, rows * size, 4 * size, 128)))
+        for _ in range(5):
+            before = out.clone()
+            out = attention(out, out, out)
+            got = out.clone()
+            assert torch.equal(got, serial([before] * 3, attention.last_plan)[0])
+
+
 def test_graph_replays_with_new_inputs(device):
     size = dist.get_world_size()
     attention = layer()
