@@ -7,9 +7,9 @@ takes each peer's as they come, while it computes on what is here already.
                                 with the own ones, read from k and v themselves, and crosses into the next rank's chunk
 
 What each rank has to send to each other one is cut into parts: part g < kv_parts is K and V of head group g, part
-kv_parts is Q. Two idle warps of each CTA store them (overlap_send.py), in the order of `send_order`; the load warp waits
-for a part where it crosses into it (overlap_wait.py). Only a key tile that holds rows of the own chunk and of the next
-one is read from the workspace whole, so the own rows in it are copied there: part 0 of the rank to itself.
+kv_parts is Q. Two idle warps of each CTA store them (overlap_send.py), in the order of `send_order`; the load warp
+waits for a part where it crosses into it (overlap_wait.py). Only a key tile that holds rows of the own chunk and of the
+next one is read from the workspace whole, so the own rows in it are copied there: part 0 of the rank to itself.
 
 The keys of a query come in another order than in the stock kernel on keys in global order: the result is the same up to
 rounding, and bitwise that of the stock kernel on keys in this order, whatever the arrivals' order was.
@@ -141,7 +141,7 @@ class OverlapForward:
 
     (q, k, v, o, lse, scale, pace_ns, own_first, num_sms, q_in, k_in, v_in, steps, sources, counters, send_pace_ns,
     kv_parts, own_rows, fingerprint, peer_blocks, rank, num_ranks, flags, deadline_ns, record, counter) on torch's
-    current stream. q to pace_ns, and peer_blocks to counter: as for persistent.PublishingForward; flags must hold ADVANCE.
+    current stream. q to pace_ns, and peer_blocks to counter: as for persistent.PublishingForward; flags hold ADVANCE.
     own_first: how many of the own chunk's tiles come before the peers'; the others come last. q_in, k_in, v_in:
     (1, s, H, D). steps: int64 [n * Step.WORDS]. sources: int64 [num_ranks], the rank whose chunk is c. counters: int64
     [Counter.SENT + n], zeroed once. send_pace_ns: pause of a sending warp behind each unit, 0 for none.

@@ -16,8 +16,8 @@ Release side:
      all of the above comes before that store for any observer in the system that acquires it.
 It is the chain of scatter_kernel.py, step by step, with the fingerprint before the fence as there.
 
-Storing may begin at once: nobody reads the Q, K and V of the call before any more, since this rank acquired every peer's
-`ready` of that call in an earlier kernel of this stream. For the own rows that are copied, the earlier kernel itself.
+Storing may begin at once: nobody reads the Q, K and V of the call before any more, since this rank acquired every
+peer's `ready` of that call in an earlier kernel of this stream. Its own K and V it read in that kernel itself.
 `arrived` is published first, with the configuration, so that a peer that makes another call fails at once.
 
 The epoch is advanced by the last CTA at the kernel's end: it arrives there after this CTA's senders (barrier SENT), and

@@ -4,11 +4,12 @@ Upstream's load loop calls `load_KV` for each block of keys, from the last to th
 them. So that is where a wait goes: for the queries' part before a tile of a peer's chunk, and for each part of keys and
 values before the first block that holds a row of it. V's block was K's one call before.
 
-Acquire side, and why what is loaded is what the peer sent. Every lane acquires the part's word itself (ld.acquire.sys).
-It finds the epoch, or a later one, of the call in which the peer's last sender released its stores (overlap_send.py), so
-all of them happen before what follows here. fence.proxy.async then orders that before the bulk loads that this lane
-starts. A part once acquired is remembered: later tiles of this CTA follow in program order. Other CTAs acquire for
-themselves.
+Acquire side, and why what is loaded is what the peer sent. Every lane acquires the part's word itself, by
+ld.acquire.sys. It finds the epoch, or a later one, of the call in which the peer's last sender released its stores
+(overlap_send.py), so all of them happen before what follows here. fence.proxy.async then orders that before the bulk
+loads that this lane starts. A part once acquired is remembered: later tiles of this CTA follow in program order. Other
+CTAs acquire for themselves.
+
 Writing to the owner of chunk c (O and LSE of its tile) comes after its queries' part, which it sends in call n, behind
 its last use of the output of call n-1 in stream order: the argument of comm/workspace.py with the queries' part in the
 place of `arrived`. The own chunk's output is this rank's own.
@@ -22,9 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute as cute_ir
 from cutlass.cute.nvgpu.cpasync.copy import CopyBulkTensorTileG2SNonExecTrait
@@ -132,7 +132,7 @@ class Waits:
     @cute.jit
     def wait_for(self, chunk: Int32, part: Int32):
         """Acquires part `part` of the rank whose chunk is `chunk`."""
-        state, overlap, release = self.state, self.load_params.overlap, self.load_params.release
+        state, overlap = self.state, self.load_params.overlap
         bit = chunk * (overlap.kv_parts + 1) + part
         if bit > BITS or (state[HAVE] >> bit) & 1 == 0:
             self.acquire(chunk, part)
@@ -152,16 +152,23 @@ class Waits:
         while code == int(Failure.DEADLINE) and ptx.globaltimer() < until:
             if reached(ptx.load_acquire_sys(word), epoch):
                 code = Int32(int(Failure.NONE))
-            elif reached(ptx.load_acquire_sys(own + 8 * (ARRIVED + source)), epoch):
-                # a peer that makes another call says so in `arrived`, and never sends the part
-                if ptx.load_relaxed_sys(mark) != overlap.fingerprint:
-                    code = Int32(int(Failure.FINGERPRINT))
+            elif self.departs(own, source, epoch):
+                code = Int32(int(Failure.FINGERPRINT))
             if code == int(Failure.DEADLINE):
                 ptx.nanosleep(POLL_NS)
         if code == int(Failure.NONE) and ptx.load_relaxed_sys(mark) != overlap.fingerprint:
             code = Int32(int(Failure.FINGERPRINT))  # the mark was released before the word
         if code != int(Failure.NONE):
             self.fail(code, chunk, part)
+
+    @cute.jit
+    def departs(self, own: Int64, source: Int64, epoch: Int64) -> Boolean:
+        """A peer that makes another call says so in `arrived`, and never sends the part."""
+        other = Boolean(False)
+        if reached(ptx.load_acquire_sys(own + 8 * (ARRIVED + source)), epoch):
+            mark = ptx.load_relaxed_sys(own + 8 * (FINGERPRINT + source))
+            other = mark != self.load_params.overlap.fingerprint
+        return other
 
     @cute.jit
     def fail(self, code: Int32, chunk: Int32, part: Int32):

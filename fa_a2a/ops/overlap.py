@@ -46,7 +46,8 @@ class Schedule(NamedTuple):
     """What can be chosen at run time; any choice computes the same bits.
 
     own_first: tiles of the own chunk before the peers'. kv_parts: groups of heads in which K and V are sent.
-    queries_first: for so many ranks the queries go before all keys. send_pace_ns: pause of a sending warp behind each unit.
+    queries_first: for so many ranks the queries go before all keys. send_pace_ns: pause of a sending warp behind each
+    unit.
     """
 
     own_first: int
@@ -70,8 +71,8 @@ def problem(request: Request, group: Group, kernel: str, device: torch.device) -
 
 @lru_cache(maxsize=256)
 def schedule(shape: ExchangeShape, tile_rows: int, num_sms: int) -> Schedule:
-    """The choice with the least exposure by the model, and with as few own tiles first as that allows: own tiles need no
-    peer to begin with, but at the end they store locally while the last remote tiles drain.
+    """The choice with the least exposure by the model, and with as few own tiles first as that allows: own tiles need
+    no peer to begin with, but at the end they store locally while the last remote tiles drain.
 
     More groups of heads where fewer ranks send, so that the first tiles' keys are not behind all others.
     """
