@@ -1,4 +1,4 @@
-"""The layer as one kernel call: both exchanges inside attention. Where it can run, where it pays, and the call.
+"""The layer as one kernel call: both exchanges inside attention.
 
 Steps of a call n, in the words of comm/workspace.py: `arrived` = n says that a rank has begun, and with which
 configuration; its q, k, v arrive part by part, each with a word of its own; `ready` = n ends the call as ever. Why that
@@ -11,130 +11,27 @@ not bitwise; `exchange="fused"` keeps the global order. Each rank's own result i
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm.group import Group, world
 from ..comm.symmetric import Release
 from ..comm.workspace import Workspace
 from ..errors import UnsupportedError
-from ..layout import ExchangeShape, fingerprint
-from ..xstage import load_profile
-from ..xstage.burst_gap import drain_us
-from ..xstage.overlap import SHARE, OverlapPrediction, predict
+from ..layout import fingerprint
 from . import serial
 from .fused import peer_sink
 from .kernels import loadable
-from .pace import PROFILE, slice_pace_ns
+from .overlap_schedule import Schedule, schedule
+from .pace import slice_pace_ns
 from .trace import step
 
 if TYPE_CHECKING:
     from fa4_a2a.overlap import Geometry, OverlapForward, Send
 
     from .plan import Plan
-    from .request import Request
 
-MAX_RANKS = 8
-HEAD_DIM = 128
-_HOPPER = (9, 0)
-_MOST_WAVES = 3  # of own tiles first that are tried
-_ALIKE_US = 0.5
-
-
-class Schedule(NamedTuple):
-    """What can be chosen at run time; any choice computes the same bits.
-
-    own_first: tiles of the own chunk before the peers'. kv_parts: groups of heads in which K and V are sent.
-    queries_first: for so many ranks the queries go before all keys. send_pace_ns: pause of a sending warp behind each
-    unit.
-    """
-
-    own_first: int
-    kv_parts: int
-    queries_first: int
-    send_pace_ns: int
-
-
-def problem(request: Request, group: Group, kernel: str, device: torch.device) -> str | None:
-    """Why the overlapped form cannot run this, the same on every rank, or None."""
-    if kernel != "fa4" or device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
-        return "the overlapped exchange needs kernel 'fa4' on a GPU of compute capability 9.0"
-    if request.head_sharded:
-        return "the overlapped exchange takes q, k, v that are sharded over the sequence"
-    if request.head_dim != HEAD_DIM or request.batch != 1:
-        return f"the overlapped exchange takes batch 1 and head_dim {HEAD_DIM}"
-    if group.size > MAX_RANKS or group.size != world().size:
-        return f"the overlapped exchange is for the default group, of at most {MAX_RANKS} ranks"
-    return None
-
-
-@lru_cache(maxsize=256)
-def schedule(shape: ExchangeShape, tile_rows: int, num_sms: int) -> Schedule:
-    """The choice with the least exposure by the model, and with as few own tiles first as that allows: own tiles need
-    no peer to begin with, but at the end they store locally while the last remote tiles drain.
-
-    More groups of heads where fewer ranks send, so that the first tiles' keys are not behind all others.
-    """
-    own = shape.local_heads * -(-shape.local_seq // tile_rows)
-    from fa4_a2a.overlap import whole_parts
-
-    kv_parts = whole_parts(shape.local_heads, max(1, 8 // shape.num_ranks))
-    counts = sorted({min(own, waves * num_sms) for waves in range(_MOST_WAVES + 1)} | {own})
-    pace_ns, ahead = send_pace_ns(num_sms), sorted({0, 1, shape.num_ranks - 1})
-    choices = [Schedule(count, kv_parts, first, pace_ns) for count in counts for first in ahead]
-    exposed = [prediction(shape, tile_rows, num_sms, choice).exposed_us for choice in choices]
-    return next(c for c, us in zip(choices, exposed) if us < min(exposed) + _ALIKE_US)
-
-
-def send_pace_ns(num_sms: int) -> int:
-    """Pause behind each unit, so that all sending warps together store at SHARE of the path's rate."""
-    from fa4_a2a.overlap import BATCHES, PIECE_BYTES, SENDERS, UNROLL, WARP
-
-    unit_bytes = WARP * PIECE_BYTES * UNROLL * BATCHES
-    at_rate_us = drain_us(
-        volume_bytes=num_sms * SENDERS * unit_bytes, rate_gb_s=SHARE * load_profile(PROFILE).rate_gb_s
-    )
-    return max(0, int(1e3 * (at_rate_us - UNIT_US)))
-
-
-TILE_ROWS = 128  # of the kernel at HEAD_DIM
 SLICE_ROWS = 16  # of O that leave at a time: persistent.Build's
-LAUNCH_US = 5.0  # of a kernel of its own with a wait at its end
-UNIT_US = 1.6  # what a unit takes without a pause: two round trips to memory
-
-
-def prediction(shape: ExchangeShape, tile_rows: int, num_sms: int, chosen: Schedule) -> OverlapPrediction:
-    from fa4_a2a.overlap import send_order
-
-    profile = load_profile(PROFILE)
-    tile_us = profile.attention.key_tile_us(
-        tile_rows=tile_rows, key_tile=shape.seq_len, head_dim=shape.head_dim, num_sms=num_sms
-    )
-    return predict(
-        num_ranks=shape.num_ranks,
-        rows=shape.local_seq,
-        heads=shape.local_heads,
-        head_dim=shape.head_dim,
-        tile_rows=tile_rows,
-        kv_parts=chosen.kv_parts,
-        sends=send_order(shape.num_ranks, chosen.kv_parts, chosen.queries_first, own=False),
-        own_first=chosen.own_first,
-        num_sms=num_sms,
-        tile_us=tile_us,
-        rate_gb_s=SHARE * profile.rate_gb_s,
-        itemsize=shape.itemsize,
-    )
-
-
-def loss(shape: ExchangeShape, device: torch.device) -> str | None:
-    """Why overlapping would not pay for this shape, by the model, or None."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    expected = prediction(shape, TILE_ROWS, num_sms, schedule(shape, TILE_ROWS, num_sms))
-    before_us = expected.sends_us * SHARE + LAUNCH_US
-    if expected.exposed_us < before_us:
-        return None
-    return f"it would show {expected.exposed_us:.0f} us of it inside attention, and {before_us:.0f} us in front"
 
 
 @lru_cache(maxsize=32)

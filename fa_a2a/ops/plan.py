@@ -244,7 +244,7 @@ def _choose_overlap(
     group: Group, request: Request, kernel: str, exchange: str, device: torch.device
 ) -> tuple[bool, str]:
     """Whether the exchange before attention goes into the attention kernel, too."""
-    from . import overlap
+    from . import overlap_schedule as overlap
 
     if exchange != "fused" or request.exchange not in ("overlapped", "auto"):
         return False, ""
