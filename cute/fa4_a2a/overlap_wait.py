@@ -98,15 +98,15 @@ class Waits:
     def load_KV(self, tma_load_fn, paged_kv_manager, sX, block, pipeline_kv, producer_state, K_or_V, page_idx=None):
         if const_expr(K_or_V == "K"):
             self.before_keys(block)
-        self.state[OWN_KV] = Int32(block >= self.first_own_block(0))
+        self.state[OWN_KV] = Int32(block >= self.first_block_within(0))
         FlashAttentionForwardSm90.load_KV(
             self, tma_load_fn, paged_kv_manager, sX, block, pipeline_kv, producer_state, K_or_V, page_idx
         )
 
-    def first_own_block(self, before: Any) -> Int32:
-        """First block of keys that holds no row of the chunks behind `before`."""
+    def first_block_within(self, chunk: Any) -> Int32:
+        """From which block of keys on there are rows of the chunks up to `chunk` alone. They lie at the end."""
         params = self.load_params
-        return cute.ceil_div(params.overlap.keys - (before + 1) * params.rows, self.tile_n)
+        return cute.ceil_div(params.overlap.keys - (chunk + 1) * params.rows, self.tile_n)
 
     @cute.jit
     def before_keys(self, block: Int32):
@@ -122,7 +122,7 @@ class Waits:
             if chunk != 0:
                 self.wait_for(chunk, overlap.kv_parts)
         chunk = state[CHUNK]
-        while chunk < params.num_chunks and block < self.first_own_block(chunk - 1):
+        while chunk < params.num_chunks and block < self.first_block_within(chunk - 1):
             if chunk == 1 and overlap.own_rows > 0:
                 self.wait_for(Int32(0), Int32(0))
             self.wait_for(chunk, state[GROUP])
