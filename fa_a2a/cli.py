@@ -1,4 +1,4 @@
-"""The command fa-a2a: sweep, calibrate, audit, exchange, pace, plot, compile, litmus, doctor."""
+"""The command fa-a2a: sweep, dit, calibrate, audit, exchange, pace, plot, compile, litmus, doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from .bench import checks, interrupt, pace_options, sweep_options, tools
+from .bench import audit_options, checks, dit_options, interrupt, pace_options, sweep_options, tools
 from .errors import ConfigurationError, FaA2AError
 
 
@@ -42,10 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     sweep_options.add(
         commands.add_parser("sweep", help="time serial and fused attention, or the layer, against sequence length")
     )
+    dit_options.add(commands.add_parser("dit", help="time whole diffusion transformers: one GPU, diffusers, ours"))
     _add_calibrate(
         commands.add_parser("calibrate", help="measure this machine's path between GPUs, or fit samples of it")
     )
-    _add_audit(commands.add_parser("audit", help="does the exchange hide behind attention? The model's answer"))
+    audit_options.add(commands.add_parser("audit", help="does the exchange hide behind attention? The model's answer"))
     _add_exchange(commands.add_parser("exchange", help="time the exchange before attention: ours, copies, NCCL"))
     pace_options.add(
         commands.add_parser("pace", help="time the persistent attention kernel: builds, orders, paces, release")
@@ -80,18 +81,6 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="the plot; beside the profile by default")
 
 
-def _add_audit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seq-len", type=int, required=True, help="of the whole sequence")
-    parser.add_argument("--heads", type=int, required=True, help="of all ranks together")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--ranks", type=int, help="the profile's by default")
-    parser.add_argument("--profile", default="h200x4", help="platform profile: name or JSON file")
-    parser.add_argument("--tile-rows", type=int, default=128, help="queries of one output tile")
-    parser.add_argument("--store", choices=("bulk", "st"), help="how tiles are stored; bulk if the profile has it")
-    parser.add_argument("--own-chunk", choices=("first", "last"), default="first", help="when the own tiles come")
-
-
 def _add_exchange(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
     parser.add_argument(
@@ -108,6 +97,10 @@ def _add_exchange(parser: argparse.ArgumentParser) -> None:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     return sweep_options.run(arguments)
+
+
+def _dit(arguments: argparse.Namespace) -> int:
+    return dit_options.run(arguments)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
@@ -130,7 +123,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         checks.appendable(arguments.out)
         checks.writable(arguments.profile_out, "--profile-out")
         checks.writable(arguments.plot, "--plot")
-        launch.run(calibrate.body, ranks, "cuda", arguments.rounds, arguments.quick, arguments.out)
+        launch.run(calibrate.whole, ranks, "cuda", arguments.rounds, arguments.quick, arguments.out)
         if not launch.is_main():
             return 0
     fitting.report(arguments)
@@ -138,27 +131,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from .xstage import AttentionShape, audit_attention, load_profile
-
-    profile = load_profile(arguments.profile)
-    shape = AttentionShape(
-        batch=arguments.batch,
-        seq_len=arguments.seq_len,
-        num_heads=arguments.heads,
-        head_dim=arguments.head_dim,
-        num_ranks=profile.num_ranks if arguments.ranks is None else arguments.ranks,
-        tile_rows=arguments.tile_rows,
-    )
-    store = arguments.store or ("bulk" if "bulk" in profile.stores else next(iter(profile.stores)))
-    audit = audit_attention(shape, profile, store=store, own_chunk=arguments.own_chunk)
-    print(audit.explain())
-    terms = audit.terms
-    print(
-        f"terms of a launch, us: a waits of full waves {terms.wave_wait_us:.1f} + {terms.drift_us:.1f}; "
-        f"b loads behind a blocked store {terms.blocked_load_us:.1f}; c drain after the last tile "
-        f"{terms.last_drain_us:.1f}; d for having touched a peer: none"
-    )
-    return 0
+    return audit_options.run(arguments)
 
 
 def _exchange(arguments: argparse.Namespace) -> int:

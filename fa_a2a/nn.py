@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .comm.group import Group, resolve
 from .errors import FaA2AError, UnsupportedError
 from .ops import schema
-from .ops.functional import deadline, find_plan, layer
+from .ops.functional import deadline, find_plan, whole_layer
 from .ops.plan import Plan, check_choices
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class UlyssesAttention(torch.nn.Module):
         )
         if self.last_plan is not plan:
             self.last_plan = plan
-        result, lse_or_none = layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds)
+        result, lse_or_none = whole_layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds)
         if return_lse:
             assert lse_or_none is not None
             return result, lse_or_none

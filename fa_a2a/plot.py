@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from .bench import plot_model
 from .bench import plot_parts as parts
 from .bench.plot_parts import check as check
 from .errors import ConfigurationError
@@ -19,7 +20,8 @@ _MIB = 1024**2
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
-    """A plot for each kind of line there is: of the first kind at `path`, of the others beside it. Returns where.
+    """A plot for each kind of line there is: of the first kind at `path`, of the others beside it, and one of
+    the sweep's costs as predicted. Returns where.
 
     ConfigurationError where no line can be plotted.
     """
@@ -32,7 +34,11 @@ def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
     paths = {kind: path if kind == found[0] else path.with_stem(f"{path.stem}_{kind}") for kind in found}
     for kind, target in paths.items():
         plots[kind](lines, target)
-    return list(paths.values())
+    drawn = list(paths.values())
+    if "sweep" in paths and (predicted := plot_model.predicted_lines(lines)):
+        drawn.append(path.with_stem(f"{path.stem}_model"))
+        plot_model.residual(predicted, drawn[-1])
+    return drawn
 
 
 def sweep(lines: list[dict[str, Any]], path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from .forward import FORWARD_TILES, load_forward
 from .litmus import VARIANTS, load_litmus
+from .overlap import ARCHS as OVERLAP_ARCHS
 from .overlap import HEAD_DIM as OVERLAP_HEAD_DIM
 from .overlap import load_overlap
-from .persistent import ARCHS as PERSISTENT_ARCHS
+from .persistent import Build, load_persistent, persistent_tile
 from .scatter import load_scatter
 from .signal import load_signal
 
@@ -44,7 +45,8 @@ def build_all(
             for lse in with_lse:
                 name = f"forward {arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
                 jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_forward(d, t, arch, sms, with_lse=x)))
-                if arch in PERSISTENT_ARCHS and head_dim == OVERLAP_HEAD_DIM:
+                jobs.append(_persistent(arch, sms, head_dim, dtype, lse))
+                if arch in OVERLAP_ARCHS and head_dim == OVERLAP_HEAD_DIM:
                     name = f"overlapped layer {arch} D={head_dim} {dtype}{' lse' if lse else ''}"
                     jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_overlap(d, t, arch, sms, with_lse=x)))
     if litmus:
@@ -57,3 +59,11 @@ def build_all(
         if report is not None:
             report(done[-1])
     return done
+
+
+def _persistent(arch: str, num_sms: int, head_dim: int, dtype: str, lse: bool) -> tuple[str, Callable[[], object]]:
+    """The kernel of the fused path: with the release."""
+    tile = persistent_tile(head_dim, arch)
+    name = f"persistent {arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
+    build = Build(release=True)
+    return name, lambda: load_persistent(head_dim, dtype, arch, num_sms, with_lse=lse, build=build)

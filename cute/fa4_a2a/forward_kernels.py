@@ -69,20 +69,24 @@ def _sm90(element: Any, head_dim: int, tile: Tile, heads_per_kv: int, num_sms: i
     )
 
 
+def sm100_options(head_dim: int, tile: Tile, heads_per_kv: int) -> dict[str, Any]:
+    return {
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+        "qhead_per_kvhead": heads_per_kv,
+        "is_causal": False,
+        "is_local": False,
+        "pack_gqa": False,
+        "m_block_size": tile.rows,
+        "n_block_size": tile.keys,
+        "q_stage": SM100_ROW_TILES,
+        "is_static_persistent": True,
+        "use_2cta_instrs": head_dim == 128,  # upstream's choice for dense attention: D = 128 only
+    }
+
+
 def _sm100(element: Any, head_dim: int, tile: Tile, heads_per_kv: int, num_sms: int) -> FlashAttentionForwardSm100:
-    kernel = FlashAttentionForwardSm100(
-        head_dim,
-        head_dim,
-        qhead_per_kvhead=heads_per_kv,
-        is_causal=False,
-        is_local=False,
-        pack_gqa=False,
-        m_block_size=tile.rows,
-        n_block_size=tile.keys,
-        q_stage=SM100_ROW_TILES,
-        is_static_persistent=True,
-        use_2cta_instrs=head_dim == 128,  # upstream's choice for dense attention: D = 128 only
-    )
+    kernel = FlashAttentionForwardSm100(**sm100_options(head_dim, tile, heads_per_kv))
 
     class GivenSms(StaticPersistentTileScheduler):
         """Upstream asks the driver for the number of SMs while tracing; here it is told."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from .forward import Tile
 
+ARCHS = ("sm_90a",)
 HEAD_DIM = 128  # with 64, three consumer groups leave too few registers for the sending warps: they spill
 # 40 registers for the sending warps: upstream's 24 do not hold four 16-byte loads and their addresses. The consumers
 # get by with 232 (no spills: tests/compile).
@@ -162,8 +163,8 @@ def load_overlap(
     chosen = persistent_tile(head_dim, arch, tile)
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
-    if head_dim != HEAD_DIM:
-        raise ValueError(f"no overlapped kernel for head_dim {head_dim}; there is one for {HEAD_DIM}")
+    if head_dim != HEAD_DIM or arch not in ARCHS:
+        raise ValueError(f"no overlapped kernel for {arch} with head_dim {head_dim}; {ARCHS[0]} has {HEAD_DIM}")
     key: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "tile": list(chosen)}
     key |= {"with_lse": with_lse, "build": list(BUILD)}
 

@@ -6,6 +6,9 @@ What differs from forward.load_forward's kernel, which computes the same bits wi
              the path and no load queues behind a blocked store; a CTA's last tile leaves at once;
   order      the own chunk comes last, so that the end of the kernel stores locally while the last remote tiles drain;
   release    if asked for, the last CTA to finish publishes `ready` itself, in place of a signal kernel behind this one.
+
+For sm_100a the same is made of flash-attn-4's sm_100 forward, which has staging of its own (persistent_sm100.py). That
+form is compiled and its instructions are checked; it has not run.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import load_or_compile
-from .forward import Tile
+from .forward import FORWARD_TILES, Tile
 
 if TYPE_CHECKING:
     import torch
 
-ARCHS = ("sm_90a",)
-# The default first. Q and O take a row tile each, K and V two stages of a key tile each: 128 x 160 fills 224 of the 227
-# KiB at D = 128, and 176 keys do not fit.
+ARCHS = ("sm_90a", "sm_100a")  # sm_100a: compiled, not run; persistent_sm100.py
+# Of sm_90a; sm_100a has the tiles of FORWARD_TILES. The default first. Q and O take a row tile each, K and V two stages
+# of a key tile each: 128 x 160 fills 224 of the 227 KiB at D = 128, and 176 keys do not fit.
 PERSISTENT_TILES: dict[int, tuple[Tile, ...]] = {
     128: (Tile(128, 160), Tile(128, 144), Tile(128, 128)),
     64: (Tile(192, 128), Tile(128, 128)),
@@ -53,6 +56,8 @@ class Build(NamedTuple):
     registers  (a consumer thread's, a producer thread's) in place of upstream's (240, 24), or (160, 32) for 192 rows.
     stamps     record times, see Stamp. For measurements: it may cost some itself.
     release    the kernel can publish; the callable is PublishingForward.
+
+    sm_100a leaves pace, slice_rows and release open.
     """
 
     store: str = "warp"
@@ -150,9 +155,10 @@ class PublishingForward(Forward):
 
 def persistent_tile(head_dim: int, arch: str, tile: tuple[int, int] | None = None) -> Tile:
     """The tile that load_persistent compiles: the table's first, or `tile` if the table has it."""
-    tiles = PERSISTENT_TILES.get(head_dim)
+    tiles = PERSISTENT_TILES.get(head_dim) if arch == "sm_90a" else FORWARD_TILES.get((arch, head_dim))
     if tiles is None or arch not in ARCHS:
-        raise ValueError(f"no persistent kernel for {arch} with head_dim {head_dim}; sm_90a has {[*PERSISTENT_TILES]}")
+        there = f"{' and '.join(ARCHS)} have {[*PERSISTENT_TILES]}"
+        raise ValueError(f"no persistent kernel for {arch} with head_dim {head_dim}; {there}")
     if tile is None:
         return tiles[0]
     if Tile(*tile) not in tiles:
@@ -175,7 +181,7 @@ def load_persistent(
     chosen = persistent_tile(head_dim, arch, tile)
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
-    _check(build)
+    _check(build, arch)
     key: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "tile": list(chosen)}
     key |= {"with_lse": with_lse, "heads_per_kv": heads_per_kv, "build": list(build)}
 
@@ -188,7 +194,7 @@ def load_persistent(
     return (PublishingForward if build.release else Forward)(kernel, chosen, num_sms, build)
 
 
-def _check(build: Build) -> None:
+def _check(build: Build, arch: str) -> None:
     for name, value, allowed in (
         ("store", build.store, STORES),
         ("barriers", build.barriers, BARRIERS),
@@ -200,3 +206,5 @@ def _check(build: Build) -> None:
         raise ValueError(f"slice_rows is a multiple of 8 that divides 64, not {build.slice_rows}")
     if build.release and build.store == "consumer":
         raise ValueError("the release needs the stores of a producer warp: store='warp' or 'step'")
+    if arch == "sm_100a" and build != Build(pace=build.pace, slice_rows=build.slice_rows, release=build.release):
+        raise ValueError(f"sm_100a leaves pace, slice_rows and release open, the rest at its default; got {build}")

@@ -33,6 +33,7 @@ from quack import layout_utils
 from .forward import Tile
 from .persistent import Build, Stamp
 from .persistent_schedule import Launch, Params, Release, TileOrder, scheduler
+from .persistent_sm100 import make_sm100
 from .persistent_steps import Steps
 from .persistent_stores import EMPTY, FULL
 from .toolchain import DTYPES, bshd, compile_for, vector
@@ -173,7 +174,9 @@ def compile_persistent(
     stamps = vector(Int64) if build.stamps else None
     release = (vector(Int64), vector(Int64), i32, i32, i32, i64, i64) if build.release else (None,) * 7
 
-    def make() -> PersistentForward:
+    def make() -> Any:
+        if arch == "sm_100a":
+            return make_sm100(head_dim, tile, heads_per_kv, build)
         kernel = PersistentForward(
             element,
             head_dim,

@@ -13,7 +13,8 @@ What must come before a peer acquires this rank's READY word: this rank's O (bul
   4. The last arriver's warp executes fence.acq_rel.sys, then stores the epoch to each peer (Signal.publish). The fence
      is cumulative, so all of the above comes before that store for any observer in the system that acquires it.
 That the chain holds for bulk stores to a peer, for which the wait of 1 was seen to return before the peer has them, is
-the variant `release` of litmus.py; its control without the fence is beside it.
+the variant `release` of litmus.py; its control without the fence is beside it. For sm_100 persistent_sm100.py says what
+stands in the place of 2.
 
 The counter is set back to zero by the last arriver, when all others have added; the next launch on the stream comes
 after this kernel's end. Only that one warp ever waits for a peer, when all other CTAs are done: the SMs are free for

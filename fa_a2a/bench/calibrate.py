@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..comm.group import resolve
 from ..errors import ConfigurationError, FaA2AError
 from ..xstage.samples import KIND
+from . import publication
 from .bursts import Bursts, Launch, Setting
 from .launch import under_torchrun
 from .record import append, environment
@@ -91,6 +92,12 @@ def rank_count(asked: int | None) -> int:
             f"a calibration needs two GPUs or more, got {ranks}; give --samples to fit recorded ones"
         )
     return ranks
+
+
+def whole(device: torch.device, rounds: int, quick: bool, out: Path) -> None:
+    """What each rank of the command runs: the bursts, whose lines are then on file, and attention with publication."""
+    body(device, rounds, quick, out)
+    publication.body(device, rounds, out)
 
 
 def body(device: torch.device, rounds: int, quick: bool, out: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import re
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from ..xstage import PlatformProfile, available_profiles, load_profile, save_pro
 from ..xstage.curves import remote_minus_local, slowest
 from ..xstage.fit import Calibration, fit
 from ..xstage.platform import AttentionSpeed
-from ..xstage.samples import Run, read_runs
+from ..xstage.samples import KIND, Run, read_runs
+from . import publication
 from .record import read
 
 
@@ -34,14 +36,21 @@ def base_profile(run: Run, base: str | None) -> PlatformProfile | None:
 
 
 def profile_of(
-    found: Calibration, *, name: str | None = None, base: str | None = None, attention_tflops: float | None = None
+    found: Calibration,
+    *,
+    name: str | None = None,
+    base: str | None = None,
+    attention_tflops: float | None = None,
+    measured: Mapping[str, float] | None = None,
 ) -> PlatformProfile:
-    """The profile of a calibration. Its samples are of stores alone: attention's speed and the time of publication are
-    taken over, and `source` says from where."""
-    run = found.run
+    """The profile of a calibration. Its samples are of stores alone: attention's speed and the times of publication are
+    `measured` (publication.found), or taken over, and `source` says from where."""
+    run, own = found.run, dict(measured or {})
     taken = base_profile(run, base)
     source = "fa-a2a calibrate"
-    if attention_tflops is not None:
+    if attention_tflops is None and base is None and "tflops" in own:
+        attention = AttentionSpeed(tflops=own["tflops"])
+    elif attention_tflops is not None:
         attention = AttentionSpeed(tflops=attention_tflops)
         source += "; attention's speed as given"
     elif taken is not None:
@@ -52,11 +61,14 @@ def profile_of(
             f"a profile needs attention's speed, which the samples do not hold; got none, and no profile of "
             f"{run.device!r} is known; give --attention-tflops or --base"
         )
-    publish_us = None
-    if taken is not None and taken.num_ranks == run.num_ranks and taken.publish_us is not None:
-        publish_us = taken.publish_us
-        source += f"; publish_us from {taken.name}"
-    return found.profile(name=name or slug(run), attention=attention, publish_us=publish_us, source=source)
+    times: dict[str, float | None] = {"publish_us": None, "publish_inside_us": None}
+    for field in times:
+        if field in own:
+            times[field] = own[field]
+        elif taken is not None and taken.num_ranks == run.num_ranks and (value := getattr(taken, field)) is not None:
+            times[field] = value
+            source += f"; {field} from {taken.name}"
+    return found.profile(name=name or slug(run), attention=attention, source=source, **times)
 
 
 def slug(run: Run) -> str:
@@ -114,9 +126,15 @@ def explain(found: Calibration) -> str:
 
 
 def like_the_last(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of the last one's machine and ranks: a file that is added to may hold runs of others before."""
-    keys = ("kind", "device", "world_size", "num_sms")
-    return [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in keys)]
+    """The lines of the last run's machine and ranks: a file that is added to may hold runs of others before."""
+    mine = [line for line in lines if line.get("kind") == KIND]
+    last = mine[-1] if mine else {}
+
+    def like(line: dict[str, Any]) -> bool:
+        keys = ("device", "world_size", *(("num_sms",) if line.get("kind") == KIND else ()))
+        return all(line.get(key) == last.get(key) for key in keys)
+
+    return [line for line in lines if like(line)]
 
 
 def report(options: argparse.Namespace) -> None:
@@ -134,7 +152,14 @@ def report(options: argparse.Namespace) -> None:
         rates = [one.rate_gb_s.value for one in found]
         apart = max(rates) / min(rates) - 1
         print(f"R of {len(rates)} runs: {min(rates):.1f} to {max(rates):.1f} GB/s, {apart:.1%} apart")
-    profile = profile_of(found[-1], name=options.name, base=options.base, attention_tflops=tflops)
+    run = found[-1].run
+    own = publication.found(lines, run.device, run.num_ranks, run.num_sms)
+    if own:
+        print(
+            f"  attention {own['tflops']:.0f} TFLOP/s; publication {own['publish_inside_us']:.2f} us inside the kernel,"
+            f" {own['publish_us']:.2f} us by one behind it"
+        )
+    profile = profile_of(found[-1], name=options.name, base=options.base, attention_tflops=tflops, measured=own)
     path = options.profile_out or Path("fa_a2a_results") / f"{profile.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_profile(profile, path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,7 +17,8 @@ from tqdm import tqdm
 from ..errors import ConfigurationError, ShapeError, UnsupportedError
 from ..layout import ExchangeShape
 from ..ops import kernels
-from . import checks, record, table
+from ..xstage import convergence
+from . import checks, forecast, record, table
 from .launch import under_torchrun
 from .plot_parts import draw_newest
 from .sweep import Case, measure
@@ -101,7 +104,10 @@ def sweep_body(device: torch.device, rows: list[Case], out: Path) -> None:
     with tqdm(total=steps, disable=not main, leave=False, unit="round", file=sys.stderr) as bar:
         for row in rows:
             bar.set_description(f"P={ranks} S={row.seq_len} H={row.num_heads}")
-            line = measure(row, device, bar.update)
+            prediction = forecast.predict(row, ranks, device)
+            if main and prediction["predicted_sender_us"] is not None:
+                record.append(out, [record.environment(forecast.KIND, device, ranks) | asdict(row) | prediction])
+            line = measure(row, device, bar.update, prediction)
             if main:
                 record.append(out, [line])
                 bar.write(table.sweep_row(line), file=sys.stdout)
@@ -111,18 +117,22 @@ def sweep_body(device: torch.device, rows: list[Case], out: Path) -> None:
 CPU_NOTE = "CPU processes: a check that fused equals serial, bit by bit; their times say nothing of GPUs."
 
 
-def show(out: Path, plot_path: Path) -> None:
+def show(out: Path, plot_path: Path, since: int = 0, preview: Iterable[str] = ()) -> None:
+    """The end of a sweep. since: lines that the file held before it; preview: text for a machine without GPUs."""
     lines = record.read(out)
     if not lines:  # /dev/null and the like
         return
     if lines[-1]["device"] == "CPU":
         print("\nus per call, median over rounds of the slowest rank; FA: attention alone.")
+        print("\n".join(preview))
     else:
         print(
             "\nus per call, median over rounds of the slowest rank. E_res: fused minus attention alone; cost: fused "
             "minus\nthe same kernel with local stores; sender: the kernel's end, ready: all tiles of all peers are "
             "here; pred.:\nX-Stage's cost for the profile named in the lines."
         )
+    for text in convergence.report(line for line in lines[since:] if line.get("kind") == "sweep"):
+        print(text)
     from ..plot import sweep
 
     draw_newest(lines, out, plot_path, sweep)

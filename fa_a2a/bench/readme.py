@@ -83,6 +83,43 @@ def layer_table(lines: Lines) -> str:
     return _footnote(_table(header, rows))
 
 
+def dit_table(lines: Lines) -> str:
+    """A row for each model and size, from the newest run of it; ms eager / in a graph. difference: to one GPU's output,
+    as part of what heads in each other's place make."""
+    gpu = [line for line in lines if line.get("device") != "CPU"]
+    rows: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
+    for x in _newest(gpu, "dit", ("world_size", "model", "seq_len", "resolution", "method", "mode")):
+        key = (x["world_size"], f"{x['model']} {x['resolution']}", x["seq_len"])
+        rows.setdefault(key, {})[x["method"], x["mode"]] = x
+    header = ["P", "model", "S", "one GPU", "diffusers", "fa_a2a", "x one GPU", "x diffusers", "difference"]
+    cells = []
+    for (ranks, model, seq_len), run in rows.items():
+        ours = [x for (method, _), x in run.items() if method == "fa_a2a"]
+        ms = {name: [_ms(run, name, mode) for mode in _MODES] for name in ("single", "diffusers_ulysses", "fa_a2a")}
+        parts = [x["max_difference"] / x["wrong_difference"] for x in ours if "wrong_difference" in x]
+        cells.append(
+            [
+                f"{ranks}{max(_mark(x) for x in ours)}",
+                *(model, str(seq_len)),
+                *(" / ".join("-" if x is None else f"{x:.1f}" for x in each) for each in ms.values()),
+                *(_ratios(ms[name], ms["fa_a2a"]) for name in ("single", "diffusers_ulysses")),
+                f"{max(parts):.3f}" if parts else "-",
+            ]
+        )
+    return _footnote(_table(header, cells))
+
+
+_MODES = ("eager", "graph")
+
+
+def _ms(run: dict[tuple[str, str], dict[str, Any]], method: str, mode: str) -> float | None:
+    return run[method, mode]["median_ms"] if (method, mode) in run else None
+
+
+def _ratios(theirs: list[float | None], ours: list[float | None]) -> str:
+    return " / ".join("-" if a is None or b is None else f"{a / b:.2f}" for a, b in zip(theirs, ours))
+
+
 def litmus_table(lines: Lines) -> str:
     rows = [
         [x["variant"] + _mark(x), f"{x['rounds']}", f"{x['stale']}", f"{x['stale_blocks']}"]
@@ -99,6 +136,7 @@ def environment_table(lines: Lines) -> str:
 TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
     "layer": layer_table,
+    "dit": dit_table,
     "litmus": litmus_table,
     "environment": environment_table,
 }

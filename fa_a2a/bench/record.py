@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import config
+from .sources import code_of
 
 _PACKAGE = Path(__file__).parents[1]
 _PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nvshmem4py-cu13", "triton", "diffusers")
@@ -37,31 +38,34 @@ _ATTENTION = (
     "comm/*memory.py",
     "comm/coll*.py",
 )
+_LAYER = (
+    *_SIGNAL,
+    *_ATTENTION,
+    "nn.py",
+    "ops/functional.py",
+    "ops/layer.py",
+    "ops/overlap*.py",
+    "ops/pace.py",
+    "ops/scatter.py",
+    "xstage/overlap.py",
+    "fa4_a2a/forward*.py",
+    "fa4_a2a/overlap*.py",
+    "fa4_a2a/persistent*.py",
+    "fa4_a2a/scatter*.py",
+)
 _FILES = {  # what the figures of a kind of line depend on
     "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
-    "layer": (
-        *_SIGNAL,
-        *_ATTENTION,
-        "nn.py",
-        "ops/functional.py",
-        "ops/overlap*.py",
-        "ops/pace.py",
-        "ops/scatter.py",
-        "xstage/overlap.py",
-        "fa4_a2a/forward*.py",
-        "fa4_a2a/overlap*.py",
-        "fa4_a2a/persistent*.py",
-        "fa4_a2a/scatter*.py",
-    ),
+    "layer": _LAYER,
+    "dit": (*_LAYER, "integrations/diffusers/*.py", "integrations/graph.py"),
 }
 
 
 def content_hash(kind: str) -> str:
-    """Hash of the sources that a figure of this kind depends on. A line with another one is stale.
+    """Hash of the code that a figure of this kind depends on, words left out. A line with another one is stale.
 
     Of a kind that is not listed: everything in comm, ops and the kernels.
     """
@@ -73,7 +77,7 @@ def content_hash(kind: str) -> str:
         ours = not pattern.startswith("fa4_a2a/")
         root = _PACKAGE if ours else kernels
         for file in sorted(root.glob(pattern.removeprefix("fa4_a2a/"))) if root else ():
-            digest.update(f"{'' if ours else 'fa4_a2a/'}{file.name}\n".encode() + file.read_bytes())
+            digest.update(f"{'' if ours else 'fa4_a2a/'}{file.name}\n".encode() + code_of(file))
     return digest.hexdigest()[:16]
 
 

@@ -28,12 +28,11 @@ from ..nn import UlyssesAttention
 from ..ops import fused, serial
 from ..ops.functional import HeadShards, attention_gather
 from ..ops.plan import Plan
-from ..xstage import AttentionShape, audit_attention, hidden_fraction, load_profile, speedup
+from ..xstage import hidden_fraction, speedup
 from .record import environment
 from .timing import Method, interleaved, paired
 
 _TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
-_NO_PREDICTION: dict[str, float | None] = {"predicted_sender_us": None, "predicted_ready_us": None}
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class Case:
     dtype: str
     kernel: str
     rounds: int
-    profile: str
+    profile: str | None = None
+    """Of the prediction: name or file; None: the one shipped for this device and number of ranks."""
 
 
 def inputs(case: Case, group: Group, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,8 +59,10 @@ def inputs(case: Case, group: Group, device: torch.device) -> tuple[torch.Tensor
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def measure(case: Case, device: torch.device, tick: Callable[[], object]) -> dict[str, Any]:
-    """The case's JSON line. Correctness first: a fused result that differs from serial by a bit ends the sweep."""
+def measure(case: Case, device: torch.device, tick: Callable[[], object], prediction: dict[str, Any]) -> dict[str, Any]:
+    """The case's JSON line. Correctness first: a fused result that differs from serial by a bit ends the sweep.
+
+    prediction: the fields that were written down before (forecast.predict)."""
     group = resolve(None)
     q, k, v = inputs(case, group, device)
     equal = _bitwise_equal(case, q, k, v)
@@ -100,7 +102,7 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object]) -> dic
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
     calls = _calls(methods["fused_local"].call, device)
     times = interleaved(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick)
-    return _line(case, device, group, plan, times, equal, calls)
+    return _line(case, device, group, plan, times, equal, calls) | prediction
 
 
 def _alone(plan: Plan, device: torch.device) -> dict[str, Any]:
@@ -138,30 +140,8 @@ def _calls(call: Callable[[], object], device: torch.device) -> int:
     dist.all_reduce(us, op=dist.ReduceOp.MAX)
     if device.type != "cuda":
         return 1
-    return min(40, max(3, math.ceil(_TARGET_ROUND_US / us.item())))
-
-
-def predict(case: Case, num_ranks: int, tile_rows: int, paced: bool) -> dict[str, float | None]:
-    """X-Stage's prediction of the sender-visible and the ready cost from the profile, in us; None without one.
-
-    paced: the kernel that spreads its stores and takes the own chunk last; only the drain of the last wave's remote
-    tiles is left of the terms then.
-    """
-    try:
-        shape = AttentionShape(
-            batch=case.batch,
-            seq_len=case.seq_len,
-            num_heads=case.num_heads,
-            head_dim=case.head_dim,
-            num_ranks=num_ranks,
-            tile_rows=tile_rows,
-        )
-        audit = audit_attention(shape, load_profile(case.profile), own_chunk="last" if paced else "first")
-    except FaA2AError:
-        return dict(_NO_PREDICTION)
-    if paced:
-        return _NO_PREDICTION | {"predicted_sender_us": _us(case.batch * audit.terms.last_drain_us)}
-    return {"predicted_sender_us": _us(audit.sender_us), "predicted_ready_us": _us(audit.ready_us)}
+    # long calls one by one: what is compared should lie close together in time, since the clocks drift
+    return min(40, math.ceil(_TARGET_ROUND_US / us.item()))
 
 
 def _us(value: float | None) -> float | None:
@@ -186,9 +166,6 @@ def _line(
         hidden = round(hidden_fraction(serial_us=serial_us, fused_us=median["fused_sender"], attention_us=alone_us), 3)
     except FaA2AError:
         hidden = None
-    prediction = _NO_PREDICTION  # a profile is of GPUs
-    if device.type == "cuda":
-        prediction = predict(case, group.size, getattr(plan.adapter, "tile_rows", 128), plan.adapter.can_release)
     fields = asdict(case)
     fields |= {"kernel": plan.kernel, "exchange": plan.exchange, "local_heads": plan.shape.local_heads}
     return {
@@ -207,7 +184,6 @@ def _line(
         "cost_sender_ci_us": _us(ci_sender),
         "cost_ready_us": _us(cost_ready),
         "cost_ready_ci_us": _us(ci_ready),
-        **prediction,
         "speedup_sender": round(speedup(serial_us=serial_us, fused_us=median["fused_sender"]), 4),
         "speedup_ready": round(speedup(serial_us=serial_us, fused_us=median["fused_ready"]), 4),
         "hidden_fraction": hidden,

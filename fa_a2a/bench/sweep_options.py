@@ -23,7 +23,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16, on CPUs float32")
     parser.add_argument("--kernel", default="auto", help="fa4 or cpu; auto takes what this machine runs best")
     parser.add_argument("--rounds", type=int, help="timed rounds; 12, on CPUs 3")
-    parser.add_argument("--profile", default="h200x4", help="platform profile for the prediction: name or JSON file")
+    parser.add_argument(
+        "--profile", help="platform profile for the prediction: name or JSON file; the one of this device and ranks"
+    )
     parser.add_argument(
         "--layer",
         nargs="*",
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .. import config, plot
     from ..xstage import load_profile
-    from . import checks, launch, main
+    from . import checks, forecast, launch, main, record
 
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -54,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.heads = arguments.heads or [24]
     rows = main.rows_by_ranks(main.cases(arguments, kind), main.rank_counts(arguments.ranks, kind), chosen_heads)
     config.check()
-    load_profile(arguments.profile)
+    if arguments.profile is not None:
+        load_profile(arguments.profile)
     out = arguments.out or Path("fa_a2a_results") / ("layer.jsonl" if layer else "sweep.jsonl")
     checks.appendable(out)
     picture = arguments.plot or out.with_suffix(".png")
@@ -64,10 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     if kind == "cpu" and launch.is_main():
         print(main.CPU_NOTE, flush=True)
     if not layer:
+        since = len(record.read(out)) if out.is_file() else 0
         for count, cases in rows.items():
             launch.run(main.sweep_body, count, kind, cases, out)
         if launch.is_main():
-            main.show(out, picture)
+            main.show(out, picture, since, forecast.preview(rows, arguments.profile) if kind == "cpu" else ())
         return 0
     from . import layer as bench
 

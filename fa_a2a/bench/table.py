@@ -47,6 +47,21 @@ _LAYER: Columns = (
     ("             transport", "transport", "s"),
 )
 
+_DIT: Columns = (
+    ("P", "world_size", "d"),
+    ("model", "model", "s"),
+    ("resolution", "resolution", "s"),
+    ("S", "seq_len", "d"),
+    ("           method", "method", "s"),
+    ("mode", "mode", "s"),
+    ("ms", "median_ms", ".2f"),
+    ("x single", "speedup_over_single", ".2f"),
+    ("diff.", "max_difference", ".2g"),
+    ("held MiB", "workspace_bytes", "MiB"),
+    ("peak MiB", "peak_bytes", "MiB"),
+    ("   attention", "attention", "s"),
+)
+
 
 def sweep_header(device: str = "") -> str:
     """device: as in the lines."""
@@ -63,6 +78,14 @@ def layer_header() -> str:
 
 def layer_row(line: dict[str, Any]) -> str:
     return "  ".join(filter(None, (_row(_LAYER, line), line["note"])))
+
+
+def dit_header() -> str:
+    return _header(_DIT)
+
+
+def dit_row(line: dict[str, Any]) -> str:
+    return "  ".join(filter(None, (_row(_DIT, line), line["note"])))
 
 
 def _header(columns: Columns) -> str:

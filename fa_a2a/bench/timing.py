@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,14 +38,16 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Microseconds per call of each method: one value a round, the maximum over ranks. The first round is dropped.
 
-    Each round begins with another method: what runs behind an idle pause finds a cooler, faster chip.
+    Each round has an order of its own, the same on every rank: what runs behind an idle pause or a cooler method finds
+    a faster chip, and in a fixed order that would be the same method's advantage in every round.
 
     align: makes the ranks' streams start together. Collective over the default group.
     """
     results: dict[str, list[float]] = {name: [] for name in methods}
     for index in range(rounds + 1):
         names = list(methods)
-        for name in names[index % len(names) :] + names[: index % len(names)]:
+        random.Random(index).shuffle(names)
+        for name in names:
             method = methods[name]
             method.call()
             method.after()

@@ -1,8 +1,9 @@
 """Kernel 'fa4': flash-attn-4's forward kernel, writing the exchange's output layout through strides.
 
 O is described to the kernel as a tensor whose batch mode is the peer: chunk c at its owner's buffer, one equal stride
-apart. Peers that do not lie at equal strides take one launch for each run of equal ones. On sm_90 the fused kernel is
-persistent, paces its stores and ends the call itself; on sm_100 it is the stock one, and a signal kernel follows it.
+apart. Peers that do not lie at equal strides take one launch for each run of equal ones. The fused kernel is
+persistent, paces its stores and ends the call itself. Its sm_100 form is compiled, not run; 'auto' leaves it alone
+(kernels.verified).
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class _FA4:
         ]
         if release is None or not self.can_release:
             return [partial(self._forward, *call) for call in calls]
-        pace_ns = slice_pace_ns(self.tile_rows, k.shape[1], head_dim, q.itemsize, self.num_sms, self._slice_rows)
+        tile = (self.tile_rows, k.shape[1], head_dim, q.itemsize)
+        pace_ns = slice_pace_ns(*tile, self.num_sms, self._slice_rows, self._made_for[-1])
         ends = [replace(release, flags=0)] * (len(calls) - 1) + [release]
         return [partial(self._persistent, *call, pace_ns, *_arguments(end)) for call, end in zip(calls, ends)]
 

@@ -10,7 +10,7 @@ import torch
 from .. import config
 from ..comm.group import Group, resolve
 from ..errors import ConfigurationError, FaA2AError, ShapeError, WorkspaceError
-from . import fused, overlap, scatter, serial
+from . import fused, layer, overlap, scatter, serial
 from .kernels import Qkv
 from .plan import MAX_KNOWN, Plan, Request, check_choices, check_deadline, is_deadline, make_request, settle
 
@@ -77,7 +77,11 @@ def find_plan(
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
     key: object = None
     if refused is None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
-        key = (_signature(q), _signature(k), _signature(v), scale, return_lse, kernel, exchange, head_sharded)
+        grad = torch.is_grad_enabled()
+        key = (
+            *(_signature(q, grad), _signature(k, grad), _signature(v, grad)),
+            *(scale, return_lse, kernel, exchange, head_sharded),
+        )
     settled = group.settled.get(key)
     if settled is not None:
         group.check_usable()
@@ -113,11 +117,11 @@ def find_plan(
     return plan
 
 
-def _signature(t: torch.Tensor) -> object:
-    """What of a tensor decides whether a call is taken. None for what is no tensor, or must be refused for its grad."""
+def _signature(t: torch.Tensor, grad: bool) -> object:
+    """What of a tensor decides whether a call is taken; the type of what is no tensor."""
     if not isinstance(t, torch.Tensor):
         return type(t)
-    return t.shape, t.dtype, t.device, t.requires_grad and torch.is_grad_enabled()
+    return t.shape, t.dtype, t.device, grad and t.requires_grad
 
 
 def deadline(timeout_s: float | None) -> float:
@@ -168,15 +172,6 @@ _WHOLE_LAYER = ConfigurationError(
 )
 
 
-def layer(where: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both halves as the plan says; one kernel where it overlaps them."""
-    if not plan.overlapped or where.size == 1:
-        return gathered(scattered(where, plan, qkv, seconds), copy, seconds)
-    assert where.workspace is not None
-    out, lse = overlap.attend(*qkv, plan, where.workspace, seconds)
-    return (out.clone(), None if lse is None else lse.clone()) if copy else (out, lse)
-
-
 def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float) -> HeadShards:
     """The exchange before attention as the plan says."""
     if where.size == 1:
@@ -203,6 +198,22 @@ def attention_gather(
     return gathered(shards, copy, deadline(timeout_s))
 
 
+def whole_layer(
+    group: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both halves in one call, as a plan that `find_plan` has just found says."""
+    workspace = group.workspace
+    if plan.exchange == "collective" or workspace is None:
+        return gathered(scattered(group, plan, qkv, seconds), copy, seconds)
+    run = overlap.attend if plan.overlapped else layer.run
+    out, lse = run(qkv, plan, workspace, seconds)
+    return copied(out, lse) if copy else (out, lse)
+
+
+def copied(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return out.clone(), None if lse is None else lse.clone()
+
+
 def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention and the exchange after it as the shards' plan says."""
     if not isinstance(shards, HeadShards):
@@ -222,6 +233,4 @@ def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tens
     if shards._call is workspace:
         fused.announce(plan, workspace, seconds)
     out, lse = fused.attend(shards._q, shards._k, shards._v, plan, workspace, seconds)
-    if copy:
-        out, lse = out.clone(), None if lse is None else lse.clone()
-    return out, lse
+    return copied(out, lse) if copy else (out, lse)

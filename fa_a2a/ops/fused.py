@@ -36,6 +36,10 @@ class Prepared:
             self._calls[timeout_s] = launcher(self._plan, self.qkv, self.sink, self.release(timeout_s))
         self._calls[timeout_s]()
 
+    def output(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """O and LSE as new tensors: what a caller does to their shapes leaves ours alone."""
+        return self.out.view_as(self.out), self.lse.view_as(self.lse) if self._plan.request.with_lse else None
+
     def release(self, timeout_s: float) -> Release | None:
         """For a kernel that ends the call itself; None for one that a signal follows."""
         memory = self._workspace.memory
@@ -75,7 +79,7 @@ def attend(
     """
     workspace.take_turn("attention")
     workspace.order_streams()
-    prepared, request = workspace.prepare(Prepared, plan), plan.request
+    prepared = workspace.prepare(Prepared, plan)
     with step("attention", q.device):
         try:
             if q is prepared.qkv[0]:
@@ -89,7 +93,7 @@ def attend(
         with step("finish", q.device):
             workspace.finish(timeout_s)
     workspace.check_guards()
-    return prepared.out.view_as(prepared.out), prepared.lse.view_as(prepared.lse) if request.with_lse else None
+    return prepared.output()
 
 
 def peer_sink(workspace: Workspace, shape: ExchangeShape, dtype: torch.dtype) -> Sink:

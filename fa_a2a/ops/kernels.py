@@ -70,8 +70,11 @@ class AttentionKernel(Protocol):
 def loadable(t: torch.Tensor) -> torch.Tensor:
     """What GPU kernels load: contiguous head_dim, all other steps and the address multiples of 16 bytes. Anything else
     is copied once."""
-    steps_ok = all(stride * t.itemsize % 16 == 0 for stride in t.stride()[:-1])
-    return t if t.stride(-1) == 1 and steps_ok and t.data_ptr() % 16 == 0 else t.contiguous()
+    *steps, last = t.stride()
+    offsets = t.data_ptr()
+    for step in steps:
+        offsets |= step * t.itemsize
+    return t if last == 1 and offsets % 16 == 0 else t.contiguous()
 
 
 _ADAPTERS = {"cpu": "cpu", "torch": "sdpa", "fa4": "fa4"}

@@ -21,8 +21,8 @@ from ..errors import UnsupportedError
 from ..layout import fingerprint
 from . import serial
 from .fused import peer_sink
-from .kernels import loadable
-from .overlap_schedule import Schedule, schedule
+from .kernels import Qkv, loadable
+from .overlap_schedule import ARCH, Schedule, schedule
 from .pace import slice_pace_ns
 from .trace import step
 
@@ -40,7 +40,7 @@ def load(device: torch.device, dtype: str, head_dim: int, with_lse: bool) -> Ove
     from fa4_a2a.overlap import load_overlap
 
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return load_overlap(head_dim, dtype, "sm_90a", num_sms, with_lse=with_lse)
+    return load_overlap(head_dim, dtype, ARCH, num_sms, with_lse=with_lse)
 
 
 class Prepared:
@@ -133,19 +133,17 @@ def _arguments(release: Release) -> tuple[object, ...]:
     return r.peer_blocks, r.rank, r.num_ranks, r.flags, r.deadline_ns, r.record, r.counter
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace, timeout_s: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(qkv: Qkv, plan: Plan, workspace: Workspace, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The whole layer on q, k, v (1, s, H, D). O (1, s, H, D) and LSE (1, H, s) are views of the workspace, valid until
-    the next call on it."""
+    the next call on it. The workspace has been checked."""
     workspace.take_turn("scatter")
     workspace.order_streams()
     prepared = workspace.prepare(Prepared, plan)
-    workspace.poison_output()
-    workspace.take_turn("attention")
-    with step("layer", q.device):
+    with step("layer", qkv[0].device):
+        workspace.poison_output()
+        workspace.take_turn("attention")
         try:
-            prepared(q, k, v, timeout_s)
+            prepared(*qkv, timeout_s)
         except BaseException as error:
             workspace.poison(error)
             raise

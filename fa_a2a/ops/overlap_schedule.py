@@ -12,12 +12,13 @@ from ..layout import ExchangeShape
 from ..xstage import load_profile
 from ..xstage.burst_gap import drain_us
 from ..xstage.overlap import SHARE, OverlapPrediction, predict
-from .pace import PROFILE
+from .pace import PROFILES
 
 if TYPE_CHECKING:
     from .request import Request
 
 MAX_RANKS = 8
+ARCH = "sm_90a"
 HEAD_DIM = 128
 TILE_ROWS = 128  # of the kernel at that head_dim
 UNIT_US = 1.6  # what a sending warp's unit takes without a pause: two round trips to memory
@@ -80,7 +81,7 @@ def send_pace_ns(num_sms: int) -> int:
 
     unit_bytes = WARP * PIECE_BYTES * UNROLL * BATCHES
     at_rate_us = drain_us(
-        volume_bytes=num_sms * SENDERS * unit_bytes, rate_gb_s=SHARE * load_profile(PROFILE).rate_gb_s
+        volume_bytes=num_sms * SENDERS * unit_bytes, rate_gb_s=SHARE * load_profile(PROFILES[ARCH]).rate_gb_s
     )
     return max(0, int(1e3 * (at_rate_us - UNIT_US)))
 
@@ -88,7 +89,7 @@ def send_pace_ns(num_sms: int) -> int:
 def prediction(shape: ExchangeShape, tile_rows: int, num_sms: int, chosen: Schedule) -> OverlapPrediction:
     from fa4_a2a.overlap import send_order
 
-    profile = load_profile(PROFILE)
+    profile = load_profile(PROFILES[ARCH])
     tile_us = profile.attention.key_tile_us(
         tile_rows=tile_rows, key_tile=shape.seq_len, head_dim=shape.head_dim, num_sms=num_sms
     )

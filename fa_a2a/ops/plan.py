@@ -20,7 +20,7 @@ from ..comm.symmetric import SymmetricMemory
 from ..comm.workspace import Workspace
 from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError, UnsupportedError
 from ..layout import ExchangeShape, fingerprint
-from . import kernels
+from . import advice, kernels
 from .kernels import AttentionKernel
 from .request import Request, check_choices, check_deadline, is_deadline, make_request
 
@@ -103,6 +103,7 @@ def _agree(
         mine: dict[str, str | None] = {"request": json.dumps(asdict(request)), "error": None}
         for name in kernels.KERNELS:
             mine[name] = kernels.problem(name, device, request.torch_dtype, request.head_dim, request.with_lse)
+        mine[advice.GPU] = advice.gpu_of(device)
     else:
         mine = {"request": None, "error": f"{type(request).__name__}: {request}"}
     if group.size == 1:
@@ -158,6 +159,8 @@ def _prepare(
     shape = request.shape(group.size)
     kernel, why_kernel = _choose_kernel(request, reports, device)
     exchange, why_exchange = _choose_exchange(group, request, kernel, device, timeout_s)
+    if request.exchange == "auto" and exchange == "fused":
+        exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
     overlapped, why_overlapped = _choose_overlap(group, request, kernel, exchange, device)
     failure: Exception | None = None
     adapter = None
@@ -209,7 +212,7 @@ def _choose_kernel(request: Request, reports: list[dict[str, str | None]], devic
     if request.device == "cpu":
         return "cpu" if request.exchange != "collective" or request.with_lse else "torch", ""
     if not troubles["fa4"] and kernels.verified("fa4", device):
-        return "fa4", ""
+        return advice.kernel(["fa4"], request, reports)
     why = troubles["fa4"] or "kernel 'fa4' compiles for this GPU but has not been run on one; name it to use it"
     if troubles["torch"]:
         raise UnsupportedError(f"no kernel runs this: {why}; {troubles['torch']}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..comm.group import resolve
-from .functional import find_plan, layer
+from .functional import find_plan, whole_layer
 
 
 @torch.library.custom_op("fa_a2a::ulysses_attention", mutates_args=())
@@ -27,7 +27,7 @@ def ulysses_attention(
     """(out, lse) of the whole layer; lse has no elements unless asked for. group: name of a process group."""
     where = resolve(group)
     plan = find_plan(where, q, k, v, scale, return_lse, kernel, exchange, timeout_s)
-    out, lse = layer(where, plan, (q, k, v), True, timeout_s)
+    out, lse = whole_layer(where, plan, (q, k, v), True, timeout_s)
     return out.contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 

@@ -4,19 +4,29 @@ The equations are in fa_a2a.xstage.burst_gap; the names here are what a caller n
 """
 
 from .attention import AttentionAudit, audit_attention
+from .cost import CostPrediction, predict_cost
+from .designs import DESIGNS, KernelDesign, design, design_of
 from .measures import hidden_fraction, speedup
 from .platform import PlatformProfile
-from .profile_io import available_profiles, load_profile, save_profile
+from .profile_io import available_profiles, load_profile, profile_hash, save_profile, shipped_profile
 from .shape import AttentionShape
 
 __all__ = [
+    "DESIGNS",
     "AttentionAudit",
     "AttentionShape",
+    "CostPrediction",
+    "KernelDesign",
     "PlatformProfile",
     "audit_attention",
     "available_profiles",
+    "design",
+    "design_of",
     "hidden_fraction",
     "load_profile",
+    "predict_cost",
+    "profile_hash",
     "save_profile",
+    "shipped_profile",
     "speedup",
 ]

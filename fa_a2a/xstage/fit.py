@@ -105,9 +105,16 @@ class Calibration:
     stores: dict[StoreName, StoreFit]
 
     def profile(
-        self, *, name: str, attention: AttentionSpeed, publish_us: float | None, source: str
+        self,
+        *,
+        name: str,
+        attention: AttentionSpeed,
+        publish_us: float | None,
+        source: str,
+        publish_inside_us: float | None = None,
     ) -> PlatformProfile:
-        """What the model needs of it. `attention` and `publish_us` are not in the samples and are taken over."""
+        """What the model needs of it. `attention` and the times of publication are not in the samples and are taken
+        over."""
         return PlatformProfile(
             name=name,
             device=self.run.device,
@@ -118,6 +125,7 @@ class Calibration:
             stores={store: _kind(found) for store, found in self.stores.items()},
             attention=attention,
             publish_us=publish_us,
+            publish_inside_us=publish_inside_us,
             source=source,
             date=self.run.date[:10],
             versions=self.run.versions,

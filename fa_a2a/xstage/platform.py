@@ -128,7 +128,8 @@ class AttentionSpeed:
 class PlatformProfile:
     """One device type and number of ranks. `rate_gb_s`: aggregate drain rate (R) of one sender, all ranks sending.
 
-    `publish_us`: signalling completion after the kernel and waiting for the peers' signals; None if not measured.
+    `publish_us`: signalling completion in a kernel of its own after attention and waiting for the peers' signals;
+    `publish_inside_us`: the same by attention's last block. None if not measured.
     """
 
     name: str
@@ -145,6 +146,7 @@ class PlatformProfile:
     """95 % range of rate_gb_s."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of the software it was measured with."""
+    publish_inside_us: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("name", "device", "source", "date"):
@@ -162,8 +164,9 @@ class PlatformProfile:
         if not strings:
             raise refuse("versions must be names and texts", self.versions)
         object.__setattr__(self, "versions", dict(self.versions))
-        if self.publish_us is not None:
-            _number("publish_us", self.publish_us, zero=True)
+        for name in ("publish_us", "publish_inside_us"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), zero=True)
         if not self.stores or set(self.stores) - set(get_args(StoreName)):
             raise refuse(f"stores must name one or more of {get_args(StoreName)}", sorted(self.stores))
         object.__setattr__(self, "stores", dict(self.stores))  # the caller's mapping may change

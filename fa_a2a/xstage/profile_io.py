@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,9 @@ if TYPE_CHECKING:  # moved in Python 3.11
 
 _PROFILE_KEYS = frozenset(PlatformProfile.__dataclass_fields__)
 _STORE_KEYS = frozenset(StoreKind.__dataclass_fields__)
-_MAY_LACK = frozenset({"rate_range_gb_s", "versions", "issue_range_us"})  # profiles from elsewhere do not say
+_MAY_LACK = frozenset(
+    {"rate_range_gb_s", "versions", "issue_range_us", "publish_inside_us"}
+)  # profiles from elsewhere do not say
 _CAPACITY_KEYS = frozenset(Capacity.__dataclass_fields__)
 _ATTENTION_KEYS = frozenset(AttentionSpeed.__dataclass_fields__)
 
@@ -88,3 +92,20 @@ def load_profile(source: str | Path) -> PlatformProfile:
 def save_profile(profile: PlatformProfile, path: str | Path) -> None:
     """Write `profile` as JSON; load_profile reads back an equal one."""
     Path(path).write_text(json.dumps(profile.to_dict(), indent=2, allow_nan=False) + "\n", "utf-8")
+
+
+def profile_hash(profile: PlatformProfile) -> str:
+    """Of all its numbers, so that a prediction says which it was made from."""
+    return hashlib.sha256(json.dumps(profile.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)
+def shipped_profile(num_ranks: int, device: str | None = None) -> PlatformProfile | None:
+    """The shipped profile for this many ranks of this device, or None. device None: of any GPU whose bulk stores are
+    known, for a preview on a machine that has none."""
+    for name in available_profiles():
+        profile = load_profile(name)
+        same = "bulk" in profile.stores if device is None else profile.device.casefold() == device.strip().casefold()
+        if same and profile.num_ranks == num_ranks:
+            return profile
+    return None

@@ -180,6 +180,7 @@ def test_build_all_reports_each_kernel(cache_folder):
         "signal sm_90a",
         "scatter sm_90a D=64 bfloat16",
         "forward sm_90a D=64 bfloat16 tile 192x128",
+        "persistent sm_90a D=64 bfloat16 tile 192x128",
     ]
     assert built == seen
     with pytest.raises(ValueError, match="sm_100a"):

@@ -174,9 +174,9 @@ def test_attention_speed_is_taken_over_and_said(tmp_path):
 
 
 def test_publication_time_is_not_taken_from_another_number_of_ranks():
-    (run,) = read_runs([x | {"world_size": 2} for x in make()])
+    (run,) = read_runs([x | {"world_size": 8} for x in make()])
     profile = fitting.profile_of(fit(run))
-    assert (profile.name, profile.publish_us) == ("h200x2", None)
+    assert (profile.name, profile.publish_us, profile.publish_inside_us) == ("h200x8", None, None)
 
 
 def test_an_unknown_device_needs_attentions_speed():

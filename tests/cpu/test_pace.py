@@ -6,6 +6,8 @@ from fa4_a2a.persistent import STAMP_WORDS, Build, Order, Stamp
 
 from fa_a2a.bench import pace_options, stalls
 from fa_a2a.errors import ConfigurationError
+from fa_a2a.ops.pace import PROFILES, slice_pace_ns
+from fa_a2a.xstage import load_profile
 
 
 def test_variants_are_builds():
@@ -47,3 +49,17 @@ def test_stalls_by_place_in_the_ctas_sequence():
     assert (second["wait_median_us"], second["wait_max_us"], second["read_max_us"]) == (1.5, 2.0, 2.0)
     assert first["issue_median_us"] == 4.0
     assert "#1 1.5" in stalls.text([first, second])
+
+
+@pytest.mark.parametrize(("arch", "tile_rows", "num_sms"), [("sm_90a", 128, 132), ("sm_100a", 256, 148)])
+def test_pace_keeps_below_the_path_and_within_the_next_tile(arch, tile_rows, num_sms):
+    profile = load_profile(PROFILES[arch])
+    assert num_sms == profile.num_sms
+    slices = tile_rows // 16
+    for keys in (1024, 4608, 65536):
+        tile_ns = slices * slice_pace_ns(tile_rows, keys, 128, 2, num_sms, 16, arch)
+        rate_gb_s = num_sms * tile_rows * 128 * 2 / tile_ns
+        compute_us = profile.attention.key_tile_us(tile_rows=tile_rows, key_tile=keys, head_dim=128, num_sms=num_sms)
+        assert tile_ns <= 500 * compute_us
+        if keys > 2048:
+            assert rate_gb_s == pytest.approx(profile.rate_gb_s / 2, rel=1e-2)

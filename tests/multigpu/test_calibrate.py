@@ -1,9 +1,10 @@
 """A short calibration on the machine: the model's laws must hold there."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from fa_a2a.bench import calibrate
+from fa_a2a.bench import calibrate, publication
 from fa_a2a.bench.record import read
 from fa_a2a.xstage.fit import fit
 from fa_a2a.xstage.samples import read_runs
@@ -45,3 +46,17 @@ def test_the_laws_hold(found):
         assert store.rate_gb_s.value == pytest.approx(found.rate_gb_s.value, rel=0.1)
         stalled, paced = store.paced_us[1, 0.0], store.paced_us[16, 1.0]
         assert paced < 0.5 * stalled, f"{name}: pacing must take most of the stall away, {paced} of {stalled} us"
+
+
+def test_publication_costs_microseconds(device, tmp_path):
+    """Inside the kernel less than by a kernel behind it; attention runs at the speed of this GPU. Judged by rank 0."""
+    out = tmp_path / "publication.jsonl"
+    publication.body(device, 5, out)
+    box = [None]
+    if dist.get_rank() == 0:
+        lines, sms = read(out), torch.cuda.get_device_properties(device).multi_processor_count
+        own = publication.found(lines, lines[0]["device"], dist.get_world_size(), sms)
+        good = 0 < own["publish_inside_us"] < own["publish_us"] < 30 and 300 < own["tflops"] < 1000
+        box = [None if good else own]
+    dist.broadcast_object_list(box)
+    assert box[0] is None

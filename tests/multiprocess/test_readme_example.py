@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The README's examples run as they stand."""
 
 import os
 import re
@@ -6,13 +6,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from workers import forget, shard
+
+from fa_a2a import UlyssesAttention
+
 ROOT = Path(__file__).parents[2]
 
 
+def block(word):
+    """The one block of Python in the README with this in it."""
+    (code,) = [x for x in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if word in x]
+    return code
+
+
 def test_example(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     checked = (
-        code + "assert out.shape == q.shape and attention.last_plan.exchange == 'fused'\ndist.destroy_process_group()\n"
+        block("init_process_group")
+        + "assert out.shape == q.shape and attention.last_plan.exchange == 'fused'\ndist.destroy_process_group()\n"
     )
     script = tmp_path / "layer.py"
     script.write_text(checked.replace("1024, 24, 128", "64, 4, 16"))
@@ -21,3 +35,44 @@ def test_example(tmp_path):
     environ = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert done.returncode == 0, done.stderr
+
+
+class Sdpa(torch.nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def model_by_hand(rank, size, code):
+    names = {"torch": torch, "UlyssesAttention": UlyssesAttention}
+    exec(code, names)
+    torch.manual_seed(0)
+    model, x = names["SelfAttention"](64, 4), torch.randn(2, 16, 64)
+    with torch.no_grad():
+        got = model(shard(x, rank, size)).clone()
+        model.attention = Sdpa()
+        want = shard(model(x), rank, size)
+    forget(rank, size)
+    return (got - want).abs().max().item()
+
+
+def test_model_written_by_hand(ranks):
+    assert max(ranks(2).run(model_by_hand, code=block("class SelfAttention"))) < 1e-5
+
+
+def diffusers_model(rank, size, code):
+    from diffusion_models import build, clean, forward, twin
+
+    from fa_a2a.integrations.diffusers import plans
+
+    single, inputs = build("flux")
+    model = twin(single)
+    with plans._processes_count_as_devices():
+        exec(code, {"model": model, "dist": dist})
+    difference = (forward(model, inputs) - forward(single, inputs)).abs().max().item()
+    clean(model)
+    return difference
+
+
+def test_diffusers_model(ranks):
+    pytest.importorskip("diffusers")
+    assert max(ranks(2).run(diffusers_model, code=block("fa.enable"))) < 1e-5

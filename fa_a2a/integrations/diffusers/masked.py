@@ -1,0 +1,155 @@
+"""Attention that the fused path does not take yet: the exchanges as collectives, torch's SDPA between them.
+
+Masks over the keys, fewer key heads than query heads, and another number of keys than queries. A mask is sharded like
+the keys it belongs to, so it is gathered in their order. Whether it is all true is not asked: the answer would stop
+the host in every layer. When UlyssesAttention takes masks, the calls that it takes go there, from `backend.attention`.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ...comm import collectives
+from ...comm.group import Group, resolve
+from ...errors import ConfigurationError, FaA2AError, PeerMismatchError, ShapeError, UnsupportedError
+
+_agreed: weakref.WeakKeyDictionary[Group, set[object]] = weakref.WeakKeyDictionary()
+
+
+def is_needed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    return mask is not None or k.shape != q.shape or v.shape != q.shape
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    group: Group,
+    timeout_s: float,
+) -> torch.Tensor:
+    """q (B, s, H, D), k and v (B, t, G, D) of this rank, mask (B, t) or (B or 1, H or 1, 1, t); out (B, s, H, D).
+
+    Keys and values that are whole on every rank come right, too: gathered they are there P times each, and attention
+    over keys repeated equally often is attention over the keys.
+    Raises ShapeError, UnsupportedError and PeerMismatchError on every rank.
+    """
+    _agree(q, k, v, mask, scale, enable_gqa, group, timeout_s)
+    q, k, v = (collectives.scatter_heads(x, group).transpose(1, 2) for x in (q, k, v))
+    whole = None if mask is None else gather_mask(mask, group)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=whole, scale=scale, enable_gqa=enable_gqa)
+    return collectives.gather_heads(out.transpose(1, 2), group)
+
+
+def gather_mask(mask: torch.Tensor, group: Group) -> torch.Tensor:
+    """A mask over this rank's keys to one over all keys, (B or 1, h or 1, 1, T), in the order of the gathered keys."""
+    mask = mask[:, None, None, :] if mask.dim() == 2 else mask
+    words = mask.contiguous()
+    words = words.view(torch.uint8) if words.dtype == torch.bool else words  # gloo has no booleans
+    parts = [torch.empty_like(words) for _ in range(group.size)]
+    dist.all_gather(parts, words, group=group.handle)
+    whole = torch.cat(parts, dim=-1).view(mask.dtype)
+    return whole if whole.shape[1] == 1 else whole.chunk(group.size, dim=1)[group.rank]
+
+
+def _problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool, size: int
+) -> FaA2AError | None:
+    """Why no rank can take this call."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return UnsupportedError(
+            "q, k or v requires grad, and there is no backward; call the model under torch.no_grad()"
+        )
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return ShapeError(
+            "k and v must have one shape, and q their batch and head_dim; "
+            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    heads, key_heads = q.shape[2], k.shape[2]
+    if heads % size or key_heads % size:
+        return ShapeError(f"heads must divide over {size} ranks, got {heads} and {key_heads} of keys; use fewer ranks")
+    if heads != key_heads and not (enable_gqa and heads % key_heads == 0):
+        return ShapeError(
+            f"{heads} query heads and {key_heads} key heads need enable_gqa=True and a whole ratio, got {enable_gqa=}"
+        )
+    if mask is None:
+        return None
+    batches, rows = (1, q.shape[0]), k.shape[1]
+    fits = mask.dim() == 2 and mask.shape == (q.shape[0], rows)
+    if mask.dim() == 4:
+        fits = mask.shape[0] in batches and mask.shape[1] in (1, heads) and mask.shape[2:] == (1, rows)
+    if not fits:
+        return UnsupportedError(
+            f"a mask in sequence-parallel attention covers this rank's {rows} keys, ({q.shape[0]}, {rows}) or "
+            f"({q.shape[0]} or 1, {heads} or 1, 1, {rows}), sharded as they are; got {tuple(mask.shape)}; shard it in "
+            "the context-parallel plan"
+        )
+    return None
+
+
+def _agree(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    group: Group,
+    timeout_s: float,
+) -> None:
+    """Collectives on differing shapes hang or mix data up, so a call's kind is compared when it is first seen."""
+    group.check_usable()
+    shapes = (q.shape, k.shape, v.shape, None if mask is None else mask.shape)
+    kind = (*shapes, q.dtype, k.dtype, v.dtype, None if mask is None else mask.dtype, scale, enable_gqa)
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    known = _agreed.setdefault(group, set())
+    if (key := (group.incarnation, grad, kind)) in known:
+        return
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigurationError("a CUDA graph can capture only calls that ran once before; run the model once first")
+    error = _problem(q, k, v, mask, enable_gqa, group.size)
+    mine = f"{type(error).__name__}: {error}" if error else str([str(x) for x in kind])
+    reports = group.exchange("agreement on masked attention", mine, timeout_s)
+    if error is not None and all(report.startswith(type(error).__name__) for report in reports):
+        raise error
+    if error is not None or any(report != mine for report in reports):
+        raise PeerMismatchError(
+            "shapes, dtypes and options must be the same on every rank; "
+            + "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports))
+        )
+    known.add(key)
+
+
+@torch.library.custom_op("fa_a2a::masked_ulysses_attention", mutates_args=())
+def operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    group: str,
+    scale: float,
+    enable_gqa: bool,
+    timeout_s: float,
+) -> torch.Tensor:
+    """`attend` for torch.compile; group: name of a process group."""
+    return attend(q, k, v, mask, scale, enable_gqa, resolve(group), timeout_s).contiguous()
+
+
+@operator.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    group: str,
+    scale: float,
+    enable_gqa: bool,
+    timeout_s: float,
+) -> torch.Tensor:
+    return q.new_empty(q.shape)

@@ -1,0 +1,84 @@
+"""RMS-norm of q and k over head_dim and their rotary embedding, which every DiT does right before the exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ShapeError
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class NormRope:
+    """What happens to q and k before they leave this rank: RMS-norm where weights are given, then rotary embedding
+    where tables are.
+
+    q_weight, k_weight: (head_dim,), both or neither. eps: added to the mean square.
+    cos, sin: (seq/P, head_dim) or, one entry a pair, (seq/P, head_dim/2): rows of this rank's tokens; both or neither.
+    interleaved: elements 2i and 2i + 1 turn together (Flux, Wan, QwenImage); False for i and i + head_dim/2.
+    Arithmetic is in float32, and the result is rounded once: it may differ in the last bit from separate operations
+    that round between. Weights and tables are bfloat16, float16 or float32.
+    Raises ShapeError. Source: RoFormer (arXiv:2104.09864), RMSNorm (arXiv:1910.07467).
+    """
+
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        for names, rule in ((("q_weight", "k_weight"), "(head_dim,)"), (("cos", "sin"), "(seq/P, head_dim or half)")):
+            one, two = (getattr(self, name) for name in names)
+            if (one is None) != (two is None):
+                raise ShapeError(f"NormRope takes {names[0]} and {names[1]}, both or neither; got one of them")
+            if one is None:
+                continue
+            if one.shape != two.shape or one.dim() != rule.count(",") or one.dtype != two.dtype:
+                raise ShapeError(
+                    f"NormRope's {names[0]} and {names[1]} must be {rule} and of one dtype; got {tuple(one.shape)} "
+                    f"{one.dtype} and {tuple(two.shape)} {two.dtype}"
+                )
+            if one.dtype not in _DTYPES:
+                raise ShapeError(f"NormRope's {names[0]} must be bfloat16, float16 or float32, got {one.dtype}")
+        if self.q_weight is None and self.cos is None:
+            raise ShapeError("NormRope was given neither weights nor tables; leave norm_rope out")
+
+    def check(self, rows: int, head_dim: int) -> None:
+        """Raises ShapeError unless this fits q and k of `rows` tokens on this rank."""
+        if self.q_weight is not None and self.q_weight.shape != (head_dim,):
+            raise ShapeError(f"NormRope's q_weight must have shape ({head_dim},), got {tuple(self.q_weight.shape)}")
+        if self.cos is not None and self.cos.shape not in ((rows, head_dim), (rows, head_dim // 2)):
+            raise ShapeError(
+                f"NormRope's cos must have shape ({rows}, {head_dim}) or ({rows}, {head_dim // 2}), the rows of this "
+                f"rank's tokens, got {tuple(self.cos.shape)}"
+            )
+
+    def apply(self, x_BsHD: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """q or k with its weight, in torch operations: float32 inside, the input's dtype outside."""
+        x = x_BsHD.float()
+        if weight is not None:
+            x = torch.nn.functional.rms_norm(x, x.shape[-1:], weight.float(), self.eps)
+        if self.cos is not None and self.sin is not None:
+            cos, sin = (self._whole(table, x.shape[-1])[:, None] for table in (self.cos, self.sin))
+            x = x * cos + self._partner(x) * sin
+        return x.to(x_BsHD.dtype)
+
+    def _whole(self, table: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """(s, head_dim) float32, an entry for each element."""
+        table = table.float()
+        if table.shape[-1] == head_dim:
+            return table
+        return table.repeat_interleave(2, -1) if self.interleaved else torch.cat([table, table], -1)
+
+    def _partner(self, x: torch.Tensor) -> torch.Tensor:
+        """What each element turns with, negated for the first of the two."""
+        if self.interleaved:
+            first, second = x[..., ::2], x[..., 1::2]
+            return torch.stack([-second, first], -1).flatten(-2)
+        first, second = x.chunk(2, -1)
+        return torch.cat([-second, first], -1)

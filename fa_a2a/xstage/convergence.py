@@ -1,0 +1,109 @@
+"""Do prediction and measurement meet? For one cost, and for the lines of a sweep.
+
+They agree within 5 us, 25 % of the cost or 0.5 % of attention's time, whichever is largest. A measurement whose own
+95 % interval is wider than that decides nothing, unless the two lie apart by more than tolerance and interval together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+TOLERANCE_US = 5.0
+OF_COST = 0.25
+OF_ATTENTION = 0.005
+
+Verdict = Literal["agree", "undecided", "apart"]
+Which = Literal["sender", "ready"]
+
+
+def tolerance_us(*, measured_us: float, attention_us: float) -> float:
+    """How far a predicted cost may lie from the measured one, in us."""
+    return max(TOLERANCE_US, OF_COST * abs(measured_us), OF_ATTENTION * attention_us)
+
+
+def verdict(*, predicted_us: float, measured_us: float, ci_us: float | None, attention_us: float) -> Verdict:
+    """ci_us: half of the measured cost's 95 % interval; None (from one round) decides nothing."""
+    if ci_us is None:
+        return "undecided"
+    apart_us, allowed_us = (
+        abs(predicted_us - measured_us),
+        tolerance_us(measured_us=measured_us, attention_us=attention_us),
+    )
+    if apart_us > allowed_us + ci_us:
+        return "apart"
+    return "agree" if apart_us <= allowed_us and ci_us <= allowed_us else "undecided"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One cost of one line, predicted and measured, in us."""
+
+    world_size: int
+    seq_len: int
+    num_heads: int
+    kernel: str
+    which: Which
+    predicted_us: float
+    measured_us: float
+    ci_us: float | None
+    attention_us: float
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict(
+            predicted_us=self.predicted_us,
+            measured_us=self.measured_us,
+            ci_us=self.ci_us,
+            attention_us=self.attention_us,
+        )
+
+    def __str__(self) -> str:
+        allowed = tolerance_us(measured_us=self.measured_us, attention_us=self.attention_us)
+        interval = "one round" if self.ci_us is None else f"± {self.ci_us:.1f}"
+        return (
+            f"P={self.world_size} S={self.seq_len} H={self.num_heads} {self.kernel}: {self.which} cost predicted "
+            f"{self.predicted_us:+.1f}, measured {self.measured_us:+.1f} us ({interval}; allowed {allowed:.1f})"
+        )
+
+
+def compare(line: Mapping[str, Any]) -> list[Comparison]:
+    """The costs of a sweep line that hold both figures; none for a line without prediction."""
+    found = []
+    for which in ("sender", "ready"):
+        predicted, measured = line.get(f"predicted_{which}_us"), line.get(f"cost_{which}_us")
+        if predicted is None or measured is None:
+            continue
+        found.append(
+            Comparison(
+                world_size=line["world_size"],
+                seq_len=line["seq_len"],
+                num_heads=line["num_heads"],
+                kernel=str(line.get("kernel", "")),
+                which="sender" if which == "sender" else "ready",
+                predicted_us=predicted,
+                measured_us=measured,
+                ci_us=line.get(f"cost_{which}_ci_us"),
+                attention_us=line["fa_only_us"],
+            )
+        )
+    return found
+
+
+def report(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What a person reads below a sweep: one sentence, and one for each cost that lies apart. Empty where nothing was
+    predicted."""
+    found = [comparison for line in lines for comparison in compare(line)]
+    if not found:
+        return []
+    count = {v: sum(c.verdict == v for c in found) for v in ("agree", "undecided", "apart")}
+    apart = [c for c in found if c.verdict == "apart"]
+    head = (
+        f"X-Stage: {count['agree']} of {len(found)} costs as predicted, {count['undecided']} undecided (the "
+        f"measurement scatters too much), {count['apart']} apart"
+    )
+    if not apart:
+        return [head]
+    way_out = "  the model, the profile or the kernel is not what it was: calibrate again, then look at the terms"
+    return [head, *(f"  apart: {c}" for c in apart), way_out]

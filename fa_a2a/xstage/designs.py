@@ -1,0 +1,96 @@
+"""The fused attention kernels as the model sees them: what a kernel does that changes what its stores cost.
+
+A kernel of this project is one entry of DESIGNS. Its cost is predicted from the entry, the shape and the platform's
+profile (cost.py); nothing in an entry is fitted to a measured cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ConfigurationError, UnsupportedError
+from .shape import AttentionShape, OwnChunk
+
+Publication = Literal["boundary", "inside"]
+"""Who tells the peers that a call's tiles are there: a small kernel behind attention, or attention's last block."""
+
+PACE_HEADROOM = 2.0
+"""A paced wave leaves in this multiple of the time in which the path could drain it. As in ops/pace.py."""
+
+
+@dataclass(frozen=True)
+class KernelDesign:
+    """One fused kernel. `tiles`: (query rows, keys) of a tile by head_dim, as it is built by default."""
+
+    name: str
+    tiles: Mapping[int, tuple[int, int]]
+    own_chunk: OwnChunk
+    staged: bool
+    """O has shared memory of its own, so that no block waits for its store before it goes on."""
+    headroom: float | None
+    """A staged tile leaves in this multiple of V/R, but within half of the next tile's time; None: at once."""
+    publication: Publication
+    words: str
+
+    def shape(
+        self, *, batch: int, seq_len: int, num_heads: int, head_dim: int, num_ranks: int, bytes_per_element: int = 2
+    ) -> AttentionShape:
+        """The call as this kernel tiles it. UnsupportedError for a head_dim that it is not built for."""
+        if head_dim not in self.tiles:
+            built = ", ".join(map(str, self.tiles))
+            raise UnsupportedError(f"kernel design {self.name!r} is for head_dim {built}, got {head_dim}; name another")
+        rows, keys = self.tiles[head_dim]
+        return AttentionShape(batch, seq_len, num_heads, head_dim, num_ranks, bytes_per_element, rows, keys)
+
+
+_FA4_SM90 = {128: (128, 160), 64: (192, 128)}
+
+DESIGNS: dict[str, KernelDesign] = {
+    design.name: design
+    for design in (
+        KernelDesign(
+            "stock",
+            _FA4_SM90,
+            own_chunk="first",
+            staged=False,
+            headroom=None,
+            publication="boundary",
+            words="one tile for each block, which leaves when its store has been accepted; chunk by chunk, the own one "
+            "first; a signal kernel follows",
+        ),
+        KernelDesign(
+            "persistent",
+            _FA4_SM90,
+            own_chunk="last",
+            staged=True,
+            headroom=PACE_HEADROOM,
+            publication="inside",
+            words="one block for each SM; a finished tile leaves in slices from staging of its own while the next is "
+            "computed; the own chunk last; the last block publishes",
+        ),
+        KernelDesign(
+            "unpaced",
+            _FA4_SM90,
+            own_chunk="last",
+            staged=True,
+            headroom=None,
+            publication="inside",
+            words="as persistent, but a finished tile leaves at once: the control that shows what pacing is for",
+        ),
+    )
+}
+
+
+def design(name: str) -> KernelDesign:
+    """By name; ConfigurationError for one that is not known."""
+    if name not in DESIGNS:
+        raise ConfigurationError(f"a kernel design is one of {', '.join(DESIGNS)}; got {name!r}")
+    return DESIGNS[name]
+
+
+def design_of(kernel: str, capability: tuple[int, int]) -> KernelDesign | None:
+    """Of a kernel of the library on a GPU of this compute capability, when it stores to its peers; None if the model
+    does not know it there."""
+    return {("fa4", (9, 0)): DESIGNS["persistent"]}.get((kernel, capability))

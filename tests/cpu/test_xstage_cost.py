@@ -1,0 +1,186 @@
+"""Costs of our kernels, predicted from profile and shape alone, beside those recorded on 2x and 4x H200."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from fa4_a2a import forward, persistent
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa_a2a.errors import ConfigurationError, ProfileError, UnsupportedError
+from fa_a2a.ops import pace
+from fa_a2a.xstage import (
+    DESIGNS,
+    AttentionShape,
+    audit_attention,
+    design,
+    design_of,
+    load_profile,
+    predict_cost,
+    profile_hash,
+    shipped_profile,
+)
+from fa_a2a.xstage.convergence import compare, report, verdict
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+H200X4, H200X2 = load_profile("h200x4"), load_profile("h200x2")
+LONGEST = 32768  # of the sequences for which the tolerance is promised
+
+
+def predicted(kernel, seq_len, num_heads, profile, **other):
+    chosen = design(kernel)
+    shape = {"batch": 1, "seq_len": seq_len, "num_heads": num_heads, "head_dim": 128, "num_ranks": profile.num_ranks}
+    return predict_cost(chosen.shape(**shape | other), profile, chosen)
+
+
+def recorded(pattern):
+    return [json.loads(text) for path in sorted(RESULTS.glob(pattern)) for text in path.read_text().splitlines()]
+
+
+def kernel_of(line):
+    """The lines on 4 ranks of the first day are the stock kernel's; those since are the persistent one's."""
+    return "stock" if line["world_size"] == 4 and line["date"] < "2026-11-30T02" else "persistent"
+
+
+def comparisons():
+    found = []
+    for line in recorded("sweep_h200x*.jsonl"):
+        profile = shipped_profile(line["world_size"], line["device"])
+        cost = predicted(kernel_of(line), line["seq_len"], line["num_heads"], profile)
+        fields = {"predicted_sender_us": cost.sender_us, "predicted_ready_us": cost.ready_us}
+        found += compare(line | fields)
+    return found
+
+
+def test_recorded_sweeps():
+    """None lies apart up to 32768 tokens, and where the measurement is sharper than the tolerance, they agree, but for
+    the stock kernel's ready time at (8192, 24, P = 4), 20.1 for 28.5 +- 2.8, 1.3 us too far. At 65536 tokens stores
+    cost 758 +- 285 us, 2 % of attention, which no term of the model explains: 6 rounds of 3 calls."""
+    found = [c for c in comparisons() if c.seq_len <= LONGEST]
+    assert {(c.world_size, c.num_heads) for c in found} >= {(2, 12), (2, 24), (4, 24)}
+    assert [str(c) for c in found if c.verdict == "apart"] == []
+    sharp = [c for c in found if c.ci_us < 5.0]
+    assert len(sharp) >= 8
+    undecided = [(c.world_size, c.seq_len, c.which) for c in sharp if c.verdict != "agree"]
+    assert undecided in ([], [(4, 8192, "ready")])
+
+
+def test_recorded_paces():
+    """The pace bench on 2x H200: stock, own staging unpaced and paced at R / 2 (3 us behind each of 8 slices)."""
+    lines = {(x["variant"], x["order"], x["pace_ns"], x["seq_len"]): x for x in recorded("pace_h200x2.jsonl")}
+    for seq_len in (4608, 8192):
+        for kernel, key in {
+            "stock": ("stock", "first", 0),
+            "unpaced": ("warp", "last", 0),
+            "persistent": ("warp", "last", 3000),
+        }.items():
+            line = lines[(*key, seq_len)]
+            cost = predicted(kernel, seq_len, 24, H200X2)
+            assert abs(cost.sender_us - line["cost_sender_us"]) <= 5.0, (kernel, seq_len)
+
+
+# On 4x H200, 2026-11-29: a probe of the persistent kernel with a store warp, own chunk last, against local stores;
+# without pause and with 3 us between the slices. MEASURED figures of another program, so nothing here can be fitted.
+@pytest.mark.parametrize(
+    ("seq_len", "num_heads", "unpaced", "paced"),
+    [(4608, 24, 11.2, 2.5), (8192, 24, 13.0, 1.0), (8192, 12, 6.8, 0.5), (16384, 24, 11.4, -2.6)],
+)
+def test_probe_on_four_ranks(seq_len, num_heads, unpaced, paced):
+    assert predicted("unpaced", seq_len, num_heads, H200X4).sender_us == pytest.approx(unpaced, abs=5.0)
+    assert predicted("persistent", seq_len, num_heads, H200X4).sender_us == pytest.approx(paced, abs=5.0)
+
+
+def test_publication_of_the_shipped_profile_is_the_pace_benchs():
+    """At (4608, 24) on 2x H200, median over the persistent builds; no sweep line has a part in it."""
+    lines = [x for x in recorded("pace_h200x2.jsonl") if x["seq_len"] == 4608 and "cost_ready_inside_us" in x]
+    for name, field in (("publish_us", "cost_ready_small_us"), ("publish_inside_us", "cost_ready_inside_us")):
+        found = statistics.median(x[field] - x["cost_sender_us"] for x in lines)
+        assert getattr(H200X2, name) == pytest.approx(found, abs=0.01)
+
+
+def test_terms_of_the_persistent_kernel():
+    """P = 4: what is left are the remote tiles of the last wave, 30, 24, 12; (4608, 12) is one wave with 81."""
+    for seq_len, heads, tiles in [(4608, 24, 30), (8192, 24, 24), (8192, 12, 12), (4608, 12, 81)]:
+        cost = predicted("persistent", seq_len, heads, H200X4)
+        assert {term.name: term.us for term in cost.terms if term.us} == {
+            "last_drain": pytest.approx(tiles * 32768 / 354e3)
+        }
+        assert cost.ready_us == pytest.approx(cost.sender_us + 3.0)
+    words = predicted("persistent", 4608, 24, H200X4).explain()
+    assert "30 remote tiles leave behind the end" in words and "a wave leaves in 24.4 us" in words
+    assert "sender-visible 2.8 us, ready 5.8 us (publication inside: 3.0)" in words
+
+
+def test_stock_is_the_audit():
+    cost = predicted("stock", 8192, 24, H200X4)
+    audit = audit_attention(AttentionShape(1, 8192, 24, 128, 4, key_tile=160), H200X4)
+    assert cost.sender_us == audit.sender_us and cost.ready_us == audit.ready_us
+
+
+def test_designs_tile_and_pace_as_the_kernels_do():
+    for head_dim, (rows, keys) in design("persistent").tiles.items():
+        assert persistent.persistent_tile(head_dim, "sm_90a") == (rows, keys)
+        assert forward.forward_tile(head_dim, "sm_90a") == (rows, keys)
+        for seq_len in (1024, 4608, 32768):
+            cost = predicted("persistent", seq_len, 24, H200X4, head_dim=head_dim)
+            slices = rows // 16
+            pause_ns = pace.slice_pace_ns(rows, seq_len, head_dim, 2, 132, 16)
+            assert slices * pause_ns / 1e3 == pytest.approx(cost.leave_us, rel=0.1)  # whole key tiles, whole ns
+    assert design_of("fa4", (9, 0)) is design("persistent")
+    assert design_of("fa4", (10, 0)) is None and design_of("torch", (9, 0)) is None
+
+
+def test_shipped_profiles_by_ranks_and_device():
+    assert shipped_profile(2, "NVIDIA H200") == H200X2 and shipped_profile(4) == H200X4
+    assert shipped_profile(8) is None  # the paper's knows no bulk stores
+    assert shipped_profile(2, "NVIDIA B200") is None
+    assert profile_hash(H200X2) != profile_hash(H200X4) and len(profile_hash(H200X2)) == 16
+
+
+def test_bad_input():
+    with pytest.raises(ProfileError, match="is for 4 ranks; got 2"):
+        predict_cost(AttentionShape(1, 4608, 24, 128, 2), H200X4, design("persistent"))
+    with pytest.raises(UnsupportedError, match="for head_dim 128, 64, got 96"):
+        predicted("persistent", 4608, 24, H200X4, head_dim=96)
+    with pytest.raises(ConfigurationError, match="stock, persistent, unpaced; got 'fast'"):
+        design("fast")
+
+
+@given(st.integers(1, 70000), st.integers(1, 16), st.sampled_from([64, 128]), st.sampled_from(["h200x2", "h200x4"]))
+def test_properties(seq_len, heads, head_dim, name):
+    """Pacing never costs more than storing at once; what the stores cost is never more than all of them in a row and
+    the uneven service of each full wave."""
+    profile = load_profile(name)
+    options = {"head_dim": head_dim, "batch": 2}
+    costs = {k: predicted(k, seq_len, heads * profile.num_ranks, profile, **options) for k in DESIGNS}
+    assert 0 <= costs["persistent"].sender_us <= costs["unpaced"].sender_us
+    for cost in costs.values():
+        audit = cost.audit
+        drain_us = audit.remote_tiles * audit.shape.tile_bytes / profile.rate_gb_s / 1e3
+        drift_us = len(audit.waves) * profile.store("bulk").drift_us
+        assert cost.sender_us <= 2 * (drain_us + drift_us) + 1e-6
+        assert cost.ready_us >= cost.sender_us
+
+
+def test_verdicts():
+    def of(predicted_us, measured_us, ci_us, attention_us=100.0):
+        return verdict(predicted_us=predicted_us, measured_us=measured_us, ci_us=ci_us, attention_us=attention_us)
+
+    assert of(0, 4.9, 1) == "agree" and of(0, 5.1, 1) == "undecided" and of(0, 6.1, 1) == "apart"
+    assert of(0, 4.9, 5.1) == "undecided" and of(0, 4.9, None) == "undecided"
+    assert of(60, 80, 1) == "agree" and of(50, 80, 1) == "apart"  # 25 %
+    assert of(0, 49, 1, attention_us=10000) == "agree"  # 0.5 %
+
+
+def test_report_warns_where_they_part():
+    line = {"world_size": 2, "seq_len": 4608, "num_heads": 24, "kernel": "fa4", "fa_only_us": 220.0}
+    line |= {"cost_sender_us": 1.0, "cost_sender_ci_us": 0.5, "predicted_sender_us": 0.0}
+    line |= {"cost_ready_us": 14.0, "cost_ready_ci_us": 0.5, "predicted_ready_us": 3.5}
+    head, apart, way_out = report([line])
+    assert "1 of 2 costs as predicted, 0 undecided" in head and head.endswith("1 apart")
+    assert "P=2 S=4608 H=24 fa4: ready cost predicted +3.5, measured +14.0 us (± 0.5; allowed 5.0)" in apart
+    assert "calibrate again" in way_out
+    assert report([line | {"predicted_ready_us": None}])[0].startswith("X-Stage: 1 of 1 costs as predicted")
+    assert report([{"fa_only_us": 1.0}]) == []
