@@ -64,8 +64,9 @@ def cases(options: argparse.Namespace, kind: str) -> list[Case]:
     """The sweep's rows. Raises ConfigurationError for options that no row can have."""
     gpu = kind == "cuda"
     kernel = options.kernel if options.kernel != "auto" else ("fa4" if gpu else "cpu")
-    if kernel not in ("fa4", "cpu"):
-        raise ConfigurationError(f"--kernel must be auto, or fa4 or cpu, which store to their peers; got {kernel!r}")
+    if kernel not in ("fa4", "fa3", "cpu"):
+        rule = "--kernel must be auto, or fa4, fa3 or cpu, which store to their peers"
+        raise ConfigurationError(f"{rule}; got {kernel!r}")
     if (kernel == "cpu") == gpu:
         raise ConfigurationError(f"kernel {kernel!r} does not run on device {kind!r}; leave one of the two options out")
     for name in ("batch", "rounds", "head_dim"):

@@ -22,7 +22,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def _mark(line: dict[str, Any]) -> str:
     """A dagger for a figure whose sources have changed since it was measured."""
-    return "" if line.get("content_hash") == content_hash(line["kind"]) else "†"
+    return "" if line.get("content_hash") == content_hash(line["kind"], line.get("kernel")) else "†"
 
 
 def _footnote(table: str) -> str:

@@ -77,7 +77,7 @@ def loadable(t: torch.Tensor) -> torch.Tensor:
     return t if last == 1 and offsets % 16 == 0 else t.contiguous()
 
 
-_ADAPTERS = {"cpu": "cpu", "torch": "sdpa", "fa4": "fa4"}
+_ADAPTERS = {"cpu": "cpu", "torch": "sdpa", "fa4": "fa4", "fa3": "fa3"}
 KERNELS = tuple(_ADAPTERS)
 
 
@@ -88,22 +88,32 @@ def problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, 
     if name == "cpu":
         return None if device.type == "cpu" else f"kernel 'cpu' runs on CPU tensors, got {device.type}"
     if name == "fa4":
-        return _fa4_problem(device, dtype, head_dim)
+        return _gpu_problem(name, device, dtype, head_dim, ((9, 0), (10, 0))) or _missing_package()
+    if name == "fa3":
+        return _gpu_problem(name, device, dtype, head_dim, ((9, 0),)) or _fa3_problem(dtype, head_dim)
     raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(KERNELS)}, got {name!r}")
 
 
-def _fa4_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _gpu_problem(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, capabilities: tuple[tuple[int, int], ...]
+) -> str | None:
     if device.type != "cuda":
-        return f"kernel 'fa4' runs on NVIDIA GPUs, got {device.type} tensors"
-    if (capability := torch.cuda.get_device_capability(device)) not in ((9, 0), (10, 0)):
-        return (
-            f"kernel 'fa4' is built for compute capability 9.0 and 10.0, this GPU has {capability[0]}.{capability[1]}"
-        )
+        return f"kernel '{name}' runs on NVIDIA GPUs, got {device.type} tensors"
+    if (capability := torch.cuda.get_device_capability(device)) not in capabilities:
+        built = " and ".join(f"{major}.{minor}" for major, minor in capabilities)
+        return f"kernel '{name}' is built for compute capability {built}, this GPU has {capability[0]}.{capability[1]}"
     if head_dim not in (64, 128):
-        return f"kernel 'fa4' takes head dimensions 64 and 128, got {head_dim}"
+        return f"kernel '{name}' takes head dimensions 64 and 128, got {head_dim}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"kernel 'fa4' takes bfloat16 and float16, got {dtype}"
-    return _missing_package()
+        return f"kernel '{name}' takes bfloat16 and float16, got {dtype}"
+    return None
+
+
+def _fa3_problem(dtype: torch.dtype, head_dim: int) -> str | None:
+    from ..native.build import Variant
+    from ..native.build import problem as build_problem
+
+    return build_problem(Variant(head_dim, str(dtype).removeprefix("torch.")))
 
 
 @lru_cache(maxsize=1)
@@ -114,9 +124,15 @@ def _missing_package() -> str | None:
     return None
 
 
+# Compute capabilities on which a GPU kernel has passed its tests as it stands. fa3: its first form has, on 9.0.
+_RUN_ON: dict[str, tuple[tuple[int, int], ...]] = {"fa4": ((9, 0),), "fa3": ()}
+
+
 def verified(name: str, device: torch.device) -> bool:
     """Whether the kernel was run, not only compiled, on this kind of device. 'auto' takes no other."""
-    return name != "fa4" or (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
+    if name not in _RUN_ON:
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in _RUN_ON[name]
 
 
 @lru_cache(maxsize=32)
