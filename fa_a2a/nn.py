@@ -24,7 +24,8 @@ class UlyssesAttention(torch.nn.Module):
 
     group: a ProcessGroup, a one-dimensional DeviceMesh (an axis of a larger one), or None for the default group, looked
         up at the first call; the module may be built before torch.distributed is initialised.
-    kernel: "auto", "fa4", "fa3", "torch" or "cpu": which attention. exchange: "auto", "fused" (the kernel stores its
+    kernel: "auto", "fa4", "fa3", "torch" or "cpu": which attention. exchange: "auto", "overlapped" (one kernel for the
+        layer: it also sends q, k, v, and computes on what is here while the rest comes), "fused" (the kernel stores its
         output into the owners' memory) or "collective" (torch.distributed). "auto" may fall back and logs the reason
         once; a name never falls back.
     copy: return an ordinary tensor. False returns a view of the workspace where the path has one: valid until the next

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from .forward import FORWARD_TILES, load_forward
 from .litmus import VARIANTS, load_litmus
+from .overlap import ARCHS as OVERLAP_ARCHS
+from .overlap import HEAD_DIM as OVERLAP_HEAD_DIM
+from .overlap import load_overlap
 from .persistent import Build, load_persistent, persistent_tile
 from .scatter import load_scatter
 from .scatter_unequal import load_unequal
@@ -46,6 +49,9 @@ def build_all(
                 name = f"forward {arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
                 jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_forward(d, t, arch, sms, with_lse=x)))
                 jobs.append(_persistent(arch, sms, head_dim, dtype, lse))
+                if arch in OVERLAP_ARCHS and head_dim == OVERLAP_HEAD_DIM:
+                    name = f"overlapped layer {arch} D={head_dim} {dtype}{' lse' if lse else ''}"
+                    jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_overlap(d, t, arch, sms, with_lse=x)))
     if litmus:
         jobs += [(f"litmus {variant} {arch}", lambda v=variant: load_litmus(arch, v)) for variant in VARIANTS]
     done = []

@@ -51,6 +51,12 @@ def load_relaxed_sys(address: Int64, *, loc: Any = None, ip: Any = None) -> Int6
 
 
 @dsl_user_op
+def load_weak(address: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
+    """An ordinary load."""
+    return Int64(_asm(T.i64(), [_i64(address, loc, ip)], "ld.global.u64 $0, [$1];", "=l,l", loc, ip))
+
+
+@dsl_user_op
 def store_relaxed_sys(address: Int64, value: Int64, *, loc: Any = None, ip: Any = None) -> None:
     _asm(None, [_i64(address, loc, ip), _i64(value, loc, ip)], "st.relaxed.sys.global.u64 [$0], $1;", "l,l", loc, ip)
 
@@ -78,6 +84,12 @@ def fence_acq_rel_sys(*, loc: Any = None, ip: Any = None) -> None:
 def fence_proxy_async_shared(*, loc: Any = None, ip: Any = None) -> None:
     """This thread's ordinary shared-memory stores become visible to bulk copies that read shared memory."""
     _asm(None, [], "fence.proxy.async.shared::cta;", "", loc, ip)
+
+
+@dsl_user_op
+def fence_proxy_async(*, loc: Any = None, ip: Any = None) -> None:
+    """What this thread has acquired, and what it wrote, comes before the bulk copies it starts from here on."""
+    _asm(None, [], "fence.proxy.async;", "", loc, ip)
 
 
 @dsl_user_op

@@ -4,9 +4,12 @@ A rank's signal block is BLOCK_WORDS u64 words in symmetric memory, zero at the 
 
     word                    written by                        read by
     EPOCH            0      this rank (ADVANCE)               this rank                  its own call counter
-    ARRIVED + src   32..    rank src, PUBLISH of ARRIVED      this rank, WAIT            src's q, k, v of that call are
-    here FINGERPRINT + src 64..  rank src, before ARRIVED          this rank, after ARRIVED   src's configuration
+    ARRIVED + src   32..    rank src, PUBLISH of ARRIVED      this rank, WAIT            src's q, k, v are here, or src
+                                                                                       sends them (overlap.py)
+    FINGERPRINT+src 64..    rank src, before ARRIVED          this rank, after ARRIVED   src's configuration
     READY + src     96..    rank src, PUBLISH of READY        this rank, WAIT            src's part of my output is here
+    PARTS + 8*src   128..   rank src, overlap_send.py         this rank, overlap_wait.py part i of src's q, k, v is here
+          + i
 
 The other words are unused. The orders that make it safe stand in signal_kernel.py; the protocol in the design's section
 on completion.
@@ -21,7 +24,8 @@ from .cache import load_or_compile
 
 MAX_RANKS = 32
 EPOCH, ARRIVED, FINGERPRINT, READY = 0, 32, 64, 96  # word offsets
-BLOCK_WORDS = 128
+PARTS, MAX_PARTS = 128, 8  # of an exchange that arrives part by part, see overlap.py
+BLOCK_WORDS = PARTS + MAX_RANKS * MAX_PARTS
 BLOCK_BYTES = 8 * BLOCK_WORDS
 RECORD_WORDS = 8  # int64
 

@@ -56,9 +56,12 @@ _LAYER = (
     "nn.py",
     "ops/functional.py",
     "ops/layer.py",
+    "ops/overlap*.py",
     "ops/pace.py",
     "ops/scatter.py",
+    "xstage/overlap.py",
     "fa4_a2a/forward*.py",
+    "fa4_a2a/overlap*.py",
     "fa4_a2a/persistent*.py",
     "fa4_a2a/scatter*.py",
 )

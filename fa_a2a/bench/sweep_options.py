@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from . import checks
 
-LAYER_METHODS = ("nccl_packed", "symm_mem", "diffusers")
+LAYER_METHODS = ("overlapped", "nccl_packed", "symm_mem", "diffusers")
 
 
 def add(parser: argparse.ArgumentParser) -> None:

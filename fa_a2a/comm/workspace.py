@@ -6,6 +6,9 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
   attention  starts after acquiring arrived >= n from every peer. An owner published that after its last use of O of
              call n-1 in stream order, so O may be overwritten.
   ready      is published when the attention kernel has ended, and acquired from every peer before O is read.
+The overlapped form does all of it in one kernel. arrived = n then says that a rank has begun call n; its q, k, v follow
+part by part, each with a word of its own. A tile for an owner is stored after that owner's queries were acquired, which
+it sent in call n, behind its last use of O of call n-1: the same argument with those words in the place of arrived.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 
 from .. import config
 from ..comm.group import Group, resolve
-from ..errors import FaA2AError, ShapeError, WorkspaceError
-from . import fused, layer, scatter, serial
+from ..errors import ConfigurationError, FaA2AError, ShapeError, WorkspaceError
+from . import fused, layer, overlap, scatter, serial
 from .kernels import Qkv
 from .options import PLAIN, Options
 from .options import key as options_key
@@ -169,12 +169,16 @@ def scatter_heads(
     Source: DeepSpeed Ulysses (arXiv:2309.14509).
     """
     where, options = resolve(group), Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv)
-    return scattered(
-        where,
-        find_plan(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s, False, options),
-        (q_BsHD, k_BsHD, v_BsHD),
-        deadline(timeout_s),
+    refused = _WHOLE_LAYER if exchange == "overlapped" else None
+    plan = find_plan(
+        *(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s, False, options, refused)
     )
+    return scattered(where, plan, (q_BsHD, k_BsHD, v_BsHD), deadline(timeout_s))
+
+
+_WHOLE_LAYER = ConfigurationError(
+    "exchange='overlapped' is one kernel for the whole layer and has no first half; use UlyssesAttention, or 'fused'"
+)
 
 
 def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float) -> HeadShards:
@@ -210,7 +214,8 @@ def whole_layer(
     workspace = group.workspace
     if plan.exchange == "collective" or workspace is None:
         return gathered(scattered(group, plan, qkv, seconds), copy, seconds)
-    out, lse = layer.run(qkv, plan, workspace, seconds)
+    run = overlap.attend if plan.overlapped else layer.run
+    out, lse = run(qkv, plan, workspace, seconds)
     return copied(out, lse) if copy else (out, lse)
 
 

@@ -44,7 +44,11 @@ MAX_KNOWN = 4096  # configurations remembered for each group; the oldest is agre
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call does: `kernel` computes attention, `exchange` moves its output; `reason` says why these."""
+    """What a call does: `kernel` computes attention, `exchange` moves its output; `reason` says why these.
+
+    overlapped: the layer is one call in which the exchange before attention is inside, too; `scatter_heads` and
+    `attention_gather` of the same plan are the fused path.
+    """
 
     kernel: str
     exchange: str
@@ -53,6 +57,7 @@ class Plan:
     request: Request = field(repr=False)
     fingerprint: int = field(repr=False)
     adapter: AttentionKernel = field(repr=False)
+    overlapped: bool = False
 
 
 def settle(group: Group, request: Request | FaA2AError, device: torch.device, timeout_s: float) -> Plan:
@@ -170,6 +175,7 @@ def _prepare(
     exchange, why_exchange = _choose_exchange(group, request, kernel, device, timeout_s)
     if request.exchange == "auto" and exchange == "fused" and request.is_plain and shape.is_equal:
         exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
+    overlapped, why_overlapped = _choose_overlap(group, request, kernel, exchange, device)
     failure: Exception | None = None
     adapter = None
     fused = exchange == "fused"
@@ -180,9 +186,11 @@ def _prepare(
             *((grouped, request.causal) if kernel in kernels.BUILT else ()),
         )
         if fused and device.type == "cuda" and not request.head_sharded:
-            from . import scatter
+            from . import overlap, scatter
 
             scatter.load(device, request.dtype, request.head_dim, shape.is_equal)
+            if overlapped:
+                overlap.load(device, request.dtype, request.head_dim, request.with_lse)
     except Exception as error:  # told to the others below, then raised
         failure = error
     if group.size > 1:
@@ -199,11 +207,11 @@ def _prepare(
     if exchange == "fused" and group.size > 1:
         assert group.workspace is not None
         group.workspace.reserve(shape, timeout_s)
-    reason = "; ".join(r for r in (why_kernel, why_exchange) if r) or "as asked for"
+    reason = "; ".join(r for r in (why_kernel, why_exchange, why_overlapped) if r) or "as asked for"
     if (kernel, exchange, reason) not in _told and "falls back" in reason:
         log.warning("%s", reason)
     _told.add((kernel, exchange, reason))
-    return Plan(kernel, exchange, reason, shape, request, mark, adapter)
+    return Plan(kernel, exchange, reason, shape, request, mark, adapter, overlapped)
 
 
 _told: set[tuple[str, str, str]] = set()
@@ -239,7 +247,7 @@ def _choose_exchange(
     if request.exchange == "collective":
         return "collective", ""
     if kernel == "torch":
-        if request.exchange == "fused":
+        if request.exchange in ("fused", "overlapped"):
             raise UnsupportedError(
                 "kernel 'torch' cannot store into other ranks; use exchange='collective' or another kernel"
             )
@@ -248,10 +256,28 @@ def _choose_exchange(
         if group.workspace is None or group.workspace.closed:
             group.workspace = Workspace(group, _provider(group, device, timeout_s), timeout_s)
     except UnsupportedError as error:
-        if request.exchange == "fused":
+        if request.exchange in ("fused", "overlapped"):
             raise
         return "collective", f"exchange falls back to 'collective': {error}"
     return "fused", ""
+
+
+def _choose_overlap(
+    group: Group, request: Request, kernel: str, exchange: str, device: torch.device
+) -> tuple[bool, str]:
+    """Whether the exchange before attention goes into the attention kernel, too."""
+    from . import overlap_schedule as overlap
+
+    if exchange != "fused" or request.exchange not in ("overlapped", "auto"):
+        return False, ""
+    why = overlap.problem(request, group, kernel, device)
+    if request.exchange == "overlapped":
+        if why:
+            raise UnsupportedError(f"{why}; use exchange='fused' or 'auto'")
+        return True, ""
+    if why is None:
+        why = overlap.loss(request.shape(group.size), device)
+    return why is None, f"the exchange before attention is not overlapped: {why}" if why else ""
 
 
 def _provider(group: Group, device: torch.device, timeout_s: float) -> SymmetricMemory:

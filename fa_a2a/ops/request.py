@@ -23,7 +23,7 @@ from ..layout import ExchangeShape
 from . import kernels
 from .options import PLAIN, Checked, Options, checked
 
-EXCHANGES = ("fused", "collective")
+EXCHANGES = ("overlapped", "fused", "collective")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,21 @@ import pytest
 from cubin import PROXY_FENCE, no_local_memory, opcodes, uses
 from device_view import INT, device_view
 from fa4_a2a.litmus import VARIANTS, load_litmus
-from fa4_a2a.signal import ARRIVED, BLOCK_BYTES, FINGERPRINT, MAX_RANKS, READY, Flags, Record, Word, load_signal
+from fa4_a2a.signal import (
+    ARRIVED,
+    BLOCK_BYTES,
+    FINGERPRINT,
+    MAX_PARTS,
+    MAX_RANKS,
+    PARTS,
+    READY,
+    Flags,
+    Record,
+    Word,
+    load_signal,
+)
+
+from fa_a2a import layout
 
 ARCHS = ("sm_90a", "sm_100a")
 
@@ -27,7 +41,10 @@ def test_signal_orders_its_stores_and_loads(arch, sass):
 def test_signal_layout():
     assert ARRIVED + MAX_RANKS == FINGERPRINT
     assert FINGERPRINT + MAX_RANKS == READY
-    assert 8 * (READY + MAX_RANKS) == BLOCK_BYTES == 1024
+    assert READY + MAX_RANKS == PARTS
+    assert 8 * (PARTS + MAX_RANKS * MAX_PARTS) == BLOCK_BYTES == 3072
+    assert (PARTS, MAX_PARTS) == (layout.PARTS_WORD, layout.MAX_PARTS)
+    assert BLOCK_BYTES == layout.SIGNAL_BYTES
     assert next(iter(Record)) is Record.CODE
 
 

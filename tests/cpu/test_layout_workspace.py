@@ -89,6 +89,7 @@ def test_signal_words_lie_apart_and_inside_the_block():
     words = [layout.EPOCH_WORD]
     for first in (layout.ARRIVED_WORD, layout.FINGERPRINT_WORD, layout.READY_WORD):
         words += range(first, first + n)
+    words += range(layout.PARTS_WORD, layout.PARTS_WORD + n * layout.MAX_PARTS)
     assert len(words) == len(set(words))
     assert max(words) < layout.SIGNAL_WORDS
     assert layout.SIGNAL_BYTES == 8 * layout.SIGNAL_WORDS

@@ -93,7 +93,7 @@ def test_gradients_are_refused_unless_grad_mode_is_off(alone):
     [
         ({"kernel": "fa5"}, "kernel must be 'auto' or one of cpu, torch, fa4, fa3, got 'fa5'"),
         ({"kernel": None}, "kernel must be"),
-        ({"exchange": "nccl"}, "exchange must be 'auto' or one of fused, collective, got 'nccl'"),
+        ({"exchange": "nccl"}, "exchange must be 'auto' or one of overlapped, fused, collective, got 'nccl'"),
         ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be"),
         ({"timeout_s": "soon"}, "timeout_s must be"),
