@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .comm.group import Group, resolve
 from .ops import schema
 from .ops.functional import deadline, find_plan, whole_layer
+from .ops.norm_rope import NormRope
 from .ops.options import PLAIN, Options
 from .ops.plan import Plan, check_choices
 
@@ -72,6 +73,7 @@ class UlyssesAttention(torch.nn.Module):
         replicated_text: int | None = None,
         return_lse: bool = False,
         whole_kv: bool = False,
+        norm_rope: NormRope | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """q, k, v: (batch, rows, heads, head_dim), this rank's tokens of all heads. The rows are seq/P, or as
         shard_sizes says. k and v may have fewer heads, by a factor (grouped-query attention), and heads need not divide
@@ -86,9 +88,14 @@ class UlyssesAttention(torch.nn.Module):
             own tokens (joint attention). They count once in the sequence, and out has them on every rank.
         return_lse: also return the log-sum-exp (batch, heads, rows) float32.
         whole_kv: k and v are the whole ones on every rank (cross-attention). Nothing is exchanged; q may have any rows.
+        norm_rope: fa_a2a.NormRope: RMS-norm and rotary embedding of q and k. The kernel of the fused exchange applies
+            them as it stores (equal shards), else torch operations do; the overlapped exchange takes none.
         Returns (batch, rows, heads, head_dim). Raises like `scatter_heads`.
         """
         if torch.compiler.is_compiling():
+            if norm_rope is not None:  # for the compiler to fuse
+                norm_rope.check(q_BsHD)
+                q_BsHD, k_BsHD = norm_rope.applied(q_BsHD, k_BsHD)
             lengths = key_lengths
             if lengths is not None and not isinstance(lengths, torch.Tensor):
                 lengths = torch.tensor(lengths)
@@ -101,14 +108,14 @@ class UlyssesAttention(torch.nn.Module):
             return (out, lse) if return_lse else out
         group, seconds, options = self._resolve(), self.timeout_s, PLAIN
         absent = key_lengths is None and shard_sizes is None and replicated_text is None
-        if causal or whole_kv or not absent:
-            options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv)
+        if causal or whole_kv or norm_rope is not None or not absent:
+            options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv, norm_rope)
         plan = find_plan(
             group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, self.kernel, self.exchange, seconds, False, options
         )
         if self.last_plan is not plan:
             self.last_plan = plan
-        result, lse_or_none = whole_layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds)
+        result, lse_or_none = whole_layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds, norm_rope)
         if return_lse:
             assert lse_or_none is not None
             return result, lse_or_none

@@ -13,6 +13,7 @@ from ..comm.group import Group, resolve
 from ..errors import ConfigurationError, FaA2AError, ShapeError, WorkspaceError
 from . import fused, layer, overlap, scatter, serial
 from .kernels import Qkv
+from .norm_rope import NormRope
 from .options import PLAIN, Options
 from .options import key as options_key
 from .plan import MAX_KNOWN, Plan, Request, check_choices, check_deadline, is_deadline, make_request, settle
@@ -84,7 +85,7 @@ def find_plan(
     seconds = deadline(timeout_s)
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
     key: object = None
-    told = options_key(options) if refused is None else None
+    told = options_key(options, q) if refused is None else None
     if told is not None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
         grad = torch.is_grad_enabled()
         key = (
@@ -155,6 +156,7 @@ def scatter_heads(
     shard_sizes: Sequence[int] | None = None,
     replicated_text: int | None = None,
     whole_kv: bool = False,
+    norm_rope: NormRope | None = None,
 ) -> HeadShards:
     """The exchange before attention: each rank gives its tokens of all heads and gets all tokens of its heads.
 
@@ -162,18 +164,19 @@ def scatter_heads(
     float16, on CPUs also float32. k and v may have fewer heads, by a factor (grouped-query attention). Every rank of
     `group` calls it with the same shapes and options; shards that are not equal are told by shard_sizes.
     scale: factor of the scores, head_dim**-0.5 by default. timeout_s: deadline for the peers, in seconds.
-    causal to whole_kv: as for UlyssesAttention.
+    causal to norm_rope: as for UlyssesAttention.
     Returns HeadShards for `attention_gather`, which must be the next call on this group.
     Raises ShapeError, UnsupportedError, ConfigurationError for bad input, the same on every rank; PeerMismatchError
     where ranks differ; PeerTimeoutError where one does not come; WorkspaceError out of order or after an error.
     Source: DeepSpeed Ulysses (arXiv:2309.14509).
     """
-    where, options = resolve(group), Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv)
+    where = resolve(group)
+    options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv, norm_rope)
     refused = _WHOLE_LAYER if exchange == "overlapped" else None
     plan = find_plan(
         *(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s, False, options, refused)
     )
-    return scattered(where, plan, (q_BsHD, k_BsHD, v_BsHD), deadline(timeout_s))
+    return scattered(where, plan, (q_BsHD, k_BsHD, v_BsHD), deadline(timeout_s), norm_rope)
 
 
 _WHOLE_LAYER = ConfigurationError(
@@ -181,14 +184,16 @@ _WHOLE_LAYER = ConfigurationError(
 )
 
 
-def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float) -> HeadShards:
+def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float, norm_rope: NormRope | None = None) -> HeadShards:
     """The exchange before attention as the plan says."""
+    if norm_rope is not None and not plan.norm_rope_in_kernel:
+        qkv = (*norm_rope.applied(*qkv[:2]), qkv[2])
     if plan.shape.num_ranks == 1:  # a group of one rank, or whole K and V on each
         return HeadShards(*qkv, where, plan, None)
     if plan.exchange == "collective":
         return HeadShards(*serial.scatter(*qkv, where, plan.shape), where, plan, None)
     assert where.workspace is not None
-    parts = scatter.scatter(*qkv, plan, where.workspace, seconds)
+    parts = scatter.scatter(*qkv, plan, where.workspace, seconds, norm_rope)
     return HeadShards(*parts, where, plan, where.workspace.call)
 
 
@@ -208,14 +213,18 @@ def attention_gather(
 
 
 def whole_layer(
-    group: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float
+    group: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float, norm_rope: NormRope | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Both halves in one call, as a plan that `find_plan` has just found says."""
     workspace = group.workspace
     if plan.exchange == "collective" or workspace is None:
-        return gathered(scattered(group, plan, qkv, seconds), copy, seconds)
-    run = overlap.attend if plan.overlapped else layer.run
-    out, lse = run(qkv, plan, workspace, seconds)
+        return gathered(scattered(group, plan, qkv, seconds, norm_rope), copy, seconds)
+    if plan.overlapped:
+        out, lse = overlap.attend(qkv, plan, workspace, seconds)
+    else:
+        if norm_rope is not None and not plan.norm_rope_in_kernel:
+            qkv = (*norm_rope.applied(*qkv[:2]), qkv[2])
+        out, lse = layer.run(qkv, plan, workspace, seconds, norm_rope)
     return copied(out, lse) if copy else (out, lse)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ConfigurationError, FaA2AError, ShapeError, UnsupportedError
+from .norm_rope import NormRope
 
 
 class Options(NamedTuple):
@@ -20,6 +21,7 @@ class Options(NamedTuple):
     replicated_text: rows of text that q, k and v hold on every rank beside their own tokens, as in slicing: n > 0 for
         the first n rows, n < 0 for the last -n.
     whole_kv: k and v are the whole ones on every rank (cross-attention); q holds this rank's rows, however many.
+    norm_rope: RMS-norm and rotary embedding of q and k, before they leave this rank.
     """
 
     causal: bool = False
@@ -27,6 +29,7 @@ class Options(NamedTuple):
     shard_sizes: Sequence[int] | None = None
     replicated_text: int | None = None
     whole_kv: bool = False
+    norm_rope: NormRope | None = None
 
 
 class Checked(NamedTuple):
@@ -37,42 +40,51 @@ class Checked(NamedTuple):
     shard_sizes: tuple[int, ...] | None
     replicated_text: int
     whole_kv: bool
+    norm_rope: tuple[str, ...] | None  # its layout
 
 
 PLAIN = Options()
-PLAIN_KEY = Checked(False, None, None, 0, False)
+PLAIN_KEY = Checked(False, None, None, 0, False, None)
 
 
-def key(options: Options) -> Checked | None:
-    """What tells options apart from call to call, or None for what `checked` refuses."""
+def key(options: Options, q: torch.Tensor) -> Checked | None:
+    """What tells options apart from call to call, or None for what is refused: by `checked`, or beside this q."""
     if options is PLAIN:
         return PLAIN_KEY
     try:
-        return checked(options)
+        found = checked(options)
+        if options.norm_rope is not None:
+            if not isinstance(q, torch.Tensor) or q.dim() != 4:
+                return None
+            options.norm_rope.check(q)
+        return found
     except FaA2AError:
         return None
 
 
 def checked(options: Options) -> Checked:
     """The options' values. Raises ShapeError, ConfigurationError or UnsupportedError."""
-    causal, lengths, sizes, text, whole_kv = options
+    causal, lengths, sizes, text, whole_kv, norm_rope = options
     for name, flag in (("causal", causal), ("whole_kv", whole_kv)):
         if not isinstance(flag, bool):
             raise ConfigurationError(f"{name} must be True or False, got {flag!r}")
     counts = _integers("shard_sizes", sizes)
     if text is not None and not _is_integer(text):
         raise ConfigurationError(f"replicated_text must be a number of rows or None, got {text!r}")
+    if norm_rope is not None and not isinstance(norm_rope, NormRope):
+        raise ConfigurationError(f"norm_rope must be a fa_a2a.NormRope or None, got {type(norm_rope).__name__}")
     found = Checked(
         causal,
         _integers("key_lengths", lengths),
         counts,
         int(text or 0),
         whole_kv,
+        None if norm_rope is None else norm_rope.layout,
     )
-    if whole_kv and (causal or counts is not None or text):
+    if whole_kv and (causal or counts is not None or text or norm_rope is not None):
         raise UnsupportedError(
-            "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes and replicated_text "
-            "have no meaning; leave them out"
+            "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes, replicated_text and "
+            "norm_rope have no meaning; leave them out"
         )
     return found
 

@@ -52,6 +52,8 @@ def problem(request: Request, group: Group, kernel: str, device: torch.device) -
         return "the overlapped exchange takes q, k, v that are sharded over the sequence"
     if not (request.is_plain and request.shape(group.size).is_equal):
         return "the overlapped exchange takes equal shards and heads, as many K/V heads as query heads, and all keys"
+    if request.norm_rope:
+        return "norm and rotary embedding are applied by the kernel that scatters, which is not overlapped"
     if request.head_dim != HEAD_DIM or request.batch != 1:
         return f"the overlapped exchange takes batch 1 and head_dim {HEAD_DIM}"
     if group.size > MAX_RANKS or group.size != world().size:

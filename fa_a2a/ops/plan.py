@@ -59,6 +59,12 @@ class Plan:
     adapter: AttentionKernel = field(repr=False)
     overlapped: bool = False
 
+    @property
+    def norm_rope_in_kernel(self) -> bool:
+        """Whether the scatter kernel applies norm and rotary embedding; torch operations do otherwise."""
+        in_warp = self.request.head_dim in (16, 32, 64, 128, 256)
+        return self.exchange == "fused" and self.request.device == "cuda" and self.shape.is_equal and in_warp
+
 
 def settle(group: Group, request: Request | FaA2AError, device: torch.device, timeout_s: float) -> Plan:
     """The plan every rank of the group follows for this request; raises the same error on every rank otherwise.
@@ -188,7 +194,7 @@ def _prepare(
         if fused and device.type == "cuda" and not request.head_sharded:
             from . import overlap, scatter
 
-            scatter.load(device, request.dtype, request.head_dim, shape.is_equal)
+            scatter.load(device, request.dtype, request.head_dim, shape.is_equal, request.norm_rope)
             if overlapped:
                 overlap.load(device, request.dtype, request.head_dim, request.with_lse)
     except Exception as error:  # told to the others below, then raised

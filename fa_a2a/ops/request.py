@@ -51,6 +51,7 @@ class Request:
     shard_sizes: tuple[int, ...] | None = None
     replicated_text: int = 0
     whole_kv: bool = False
+    norm_rope: tuple[str, ...] | None = None  # its layout
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -175,7 +176,12 @@ def make_request(
         shard_sizes=values.shard_sizes if len(set(values.shard_sizes or ())) > 1 else None,
         replicated_text=values.replicated_text,
         whole_kv=values.whole_kv,
+        norm_rope=values.norm_rope,
     )
+    if options.norm_rope is not None:
+        if head_sharded:
+            raise UnsupportedError("norm_rope is for tensors that are sharded over the sequence; apply it before")
+        options.norm_rope.check(q)
     shape = request.shape(group.size)
     if head_sharded and not shape.equal_heads:
         raise ShapeError(f"head-sharded tensors have the same heads on every rank, got {heads} of {shape.num_heads}")

@@ -14,10 +14,11 @@ from ..comm.workspace import Workspace
 from ..layout import ExchangeShape
 from . import fused
 from .kernels import Qkv, loadable
+from .norm_rope import NormRope
 from .plan import Plan
 from .trace import step
 
-Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, "NormRope | None"], None]
 
 
 class Prepared:
@@ -29,7 +30,13 @@ class Prepared:
 
 
 def scatter(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, workspace: Workspace, timeout_s: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    workspace: Workspace,
+    timeout_s: float,
+    norm_rope: NormRope | None = None,
 ) -> Qkv:
     """Stores each head slice of q, k, v (B, s, H, D) into its owner's buffers, and waits for the peers' slices.
 
@@ -43,7 +50,7 @@ def scatter(
     with step("scatter_heads", q.device):
         workspace.poison_output()
         try:
-            prepared.store(q, k, v, timeout_s)
+            prepared.store(q, k, v, timeout_s, norm_rope)
         except BaseException as error:
             workspace.poison(error)
             raise
@@ -62,14 +69,24 @@ def in_chunk_order(q_BShD: torch.Tensor, shape: ExchangeShape, owners: tuple[int
 
 
 @lru_cache(maxsize=32)
-def load(device: torch.device, dtype: str, head_dim: int, equal: bool = True) -> Callable[..., None]:
-    """The GPU kernel; compiles it, or takes it from the cache, before it returns."""
+def load(
+    device: torch.device, dtype: str, head_dim: int, equal: bool = True, layout: tuple[str, ...] | None = None
+) -> Callable[..., None]:
+    """The GPU kernel; compiles it, or takes it from the cache, before it returns. layout: of a NormRope that the kernel
+    applies; the one for unequal slices applies none."""
+    from fa4_a2a.scatter import NormRope as KernelOptions
     from fa4_a2a.scatter import load_scatter
     from fa4_a2a.scatter_unequal import load_unequal
 
     arch = "sm_{}{}a".format(*torch.cuda.get_device_capability(device))
-    kernel: Callable[..., None] = (load_scatter if equal else load_unequal)(head_dim, dtype, arch)
-    return kernel
+    if not equal:
+        return load_unequal(head_dim, dtype, arch)  # type: ignore[no-any-return]
+    inside = None
+    if layout is not None:
+        weights, kind, entries, tables, _ = layout
+        halved = kind != "" and int(entries) < head_dim
+        inside = KernelOptions(weights != "", kind, halved, weights or "float32", tables or "float32")
+    return load_scatter(head_dim, dtype, arch, norm_rope=inside)  # type: ignore[no-any-return]
 
 
 def _by_kernel(plan: Plan, workspace: Workspace) -> Store:
@@ -80,7 +97,7 @@ def _by_kernel(plan: Plan, workspace: Workspace) -> Store:
 
     ranks = range(workspace.group.size)
     launch = ScatterPlan(
-        load(workspace.memory.device, plan.request.dtype, shape.head_dim),
+        load(workspace.memory.device, plan.request.dtype, shape.head_dim, True, plan.request.norm_rope),
         (shape.batch, shape.local_seq, shape.num_heads, shape.head_dim),
         workspace.group.rank,
         [[workspace.address(name, rank) for rank in ranks] for name in "qkv"],
@@ -88,9 +105,15 @@ def _by_kernel(plan: Plan, workspace: Workspace) -> Store:
         *_signals(workspace),
     )
 
-    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
+    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float, norm_rope: NormRope | None) -> None:
+        extras: dict[str, object] = {}
+        if norm_rope is not None:
+            for name in ("q_weight", "k_weight", "cos", "sin"):
+                table = getattr(norm_rope, name)
+                extras[name] = None if table is None else loadable(table)
+            extras["eps"] = norm_rope.eps
         deadline_ns = int(timeout_s * 1e9)
-        launch(loadable(q), loadable(k), loadable(v), fingerprint=plan.fingerprint, deadline_ns=deadline_ns)
+        launch(loadable(q), loadable(k), loadable(v), fingerprint=plan.fingerprint, deadline_ns=deadline_ns, **extras)
 
     return store
 
@@ -117,7 +140,7 @@ def _by_unequal_kernel(plan: Plan, workspace: Workspace) -> Store:
         *_signals(workspace),
     )
 
-    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
+    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float, _: NormRope | None) -> None:
         tensors, deadline_ns = (q, k, v), int(timeout_s * 1e9)
         for index, rows, mine, target in text:
             target.copy_(tensors[index][:, rows, mine])
@@ -151,7 +174,7 @@ def _by_copies(plan: Plan, workspace: Workspace) -> Store:
         for peer in workspace.owners
     ] + text_slices(plan, workspace)
 
-    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
+    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float, _: NormRope | None) -> None:
         tensors = (q, k, v)
         for index, rows, mine, target in slices:
             target.copy_(tensors[index][:, rows, mine])
