@@ -1,4 +1,4 @@
-"""The command fa-a2a: sweep, dit, calibrate, audit, exchange, pace, kernel, plot, compile, litmus, doctor."""
+"""The command fa-a2a: sweep, dit, calibrate, audit, exchange, pace, kernel, plot, compile, litmus, soak, doctor."""
 
 from __future__ import annotations
 
@@ -65,6 +65,13 @@ def _parser() -> argparse.ArgumentParser:
     litmus = commands.add_parser("litmus", help="memory ordering of stores to a peer: does the fence cover them?")
     litmus.add_argument("--rounds", type=int, default=20000)
     litmus.add_argument("--out", type=Path, default=Path("fa_a2a_results/litmus.jsonl"))
+    soak = commands.add_parser("soak", help="very many calls with changing shapes, every output checked bitwise")
+    soak.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there are two GPUs")
+    soak.add_argument("--ranks", type=int, default=2)
+    soak.add_argument("--calls", type=int, help="20000, on CPUs 100000")
+    soak.add_argument("--delays-us", type=float, default=0.0, help="longest random delay before, between and after")
+    soak.add_argument("--traffic", action="store_true", help="all-reduces and peer copies beside the calls; GPUs")
+    soak.add_argument("--out", type=Path, default=Path("fa_a2a_results/soak.jsonl"), help="JSON lines go here")
     commands.add_parser("doctor", help="what this machine offers, and which path 'auto' takes")
     return parser
 
@@ -165,6 +172,25 @@ def _litmus(arguments: argparse.Namespace) -> int:
 
     checks.appendable(arguments.out)
     launch.run(litmus.body, 2, "cuda", arguments.rounds, arguments.out)
+    return 0
+
+
+def _soak(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .bench import launch, main, soak
+
+    kind = arguments.device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
+    (ranks,) = main.rank_counts([arguments.ranks], kind)
+    calls = arguments.calls if arguments.calls is not None else {"cuda": 20_000, "cpu": 100_000}[kind]
+    if calls < 10:
+        raise ConfigurationError(f"--calls must be at least 10, got {calls}")
+    if not 0 <= arguments.delays_us < 1e6:
+        raise ConfigurationError(f"--delays-us must be from 0 to below a second, got {arguments.delays_us}")
+    if arguments.traffic and kind == "cpu":
+        raise ConfigurationError("--traffic is about the links between GPUs; leave it out on CPU processes")
+    checks.appendable(arguments.out)
+    launch.run(soak.body, ranks, kind, calls, arguments.delays_us, arguments.traffic, arguments.out)
     return 0
 
 

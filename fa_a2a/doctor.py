@@ -73,7 +73,7 @@ def _kernels(device: torch.device) -> Iterator[str]:
 def fused_problem() -> str | None:
     """Why 'auto' would not take the fused path between this machine's GPUs, as far as one process can tell."""
     device = torch.device("cuda", 0)
-    from .comm.nvshmem import find
+    from .comm.nvshmem_world import find
 
     trouble = kernels.problem("fa4", device, torch.bfloat16, 128, False) or find(device)["problem"]
     if trouble is None and not kernels.verified("fa4", device):

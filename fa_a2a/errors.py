@@ -7,6 +7,7 @@ __all__ = [
     "FaA2AError",
     "GroupError",
     "PeerError",
+    "PeerFailedError",
     "PeerMismatchError",
     "PeerTimeoutError",
     "ProfileError",
@@ -46,6 +47,10 @@ class WorkspaceError(FaA2AError, RuntimeError):
 
 class PeerError(FaA2AError, RuntimeError):
     """Another rank of the group failed, or disagrees with this one."""
+
+
+class PeerFailedError(PeerError):
+    """A rank of the group raised an error, or was interrupted, in the middle of a call."""
 
 
 class PeerMismatchError(PeerError):

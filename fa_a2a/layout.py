@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from .sharding import MAX_RANKS as MAX_RANKS
 from .sharding import ExchangeShape as ExchangeShape
@@ -90,6 +91,7 @@ class Word(IntEnum):
 
 # Signal block of one rank, in u64 words; the kernels know the same offsets. Written by peers but for EPOCH.
 EPOCH_WORD = 0
+TOLD_WORD = 1  # 0, or a Notice: of the rank that wrote last, if several did
 ARRIVED_WORD = 32
 FINGERPRINT_WORD = 64
 READY_WORD = 96
@@ -102,6 +104,49 @@ SIGNAL_BYTES = SIGNAL_WORDS * 8
 def aligned(nbytes: int) -> int:
     """The next multiple of ALIGN_BYTES."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Reason(IntEnum):
+    """Why a rank makes no further step."""
+
+    FAILED = 1  # it raised an error, or was interrupted
+    MISSED = 2  # it gave up waiting for `missing`
+
+
+_STEP_BITS = 40
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a rank that makes no further step tells its peers, in one u64: 2 bits of reason, rank in bits 8 to 15,
+    missing in 16 to 23, from 24 on the low bits of the first step that will not come: 2 * epoch + Word."""
+
+    reason: Reason
+    rank: int
+    missing: int
+    step: int
+
+    def packed(self) -> int:
+        low = self.step % (1 << _STEP_BITS)
+        return self.reason | self.rank << 8 | self.missing << 16 | low << 24
+
+    @staticmethod
+    def unpacked(word: int) -> Notice | None:
+        """None for 0, which no notice is."""
+        if word == 0:
+            return None
+        return Notice(Reason(word & 3), word >> 8 & 255, word >> 16 & 255, word >> 24 & (1 << _STEP_BITS) - 1)
+
+    def ends(self, word: Word, epoch: int) -> bool:
+        """Whether a wait for that word of that call waits for what will not come. Earlier steps still do."""
+        half = 1 << _STEP_BITS - 1
+        return (2 * epoch + word - self.step + half) % (1 << _STEP_BITS) - half >= 0
+
+
+def next_step(arrived: Any, ready: Any) -> Any:
+    """The first step that a rank has not published, by the last epochs it has: `arrived` is at most one ahead.
+    Integers, or tensors of them."""
+    return arrived + ready + 2
 
 
 BUFFER_NAMES = ("q", "k", "v", "o", "lse")

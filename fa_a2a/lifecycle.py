@@ -24,7 +24,7 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
     """
     if device.type == "cpu" if device is not None else not torch.cuda.is_available():
         return
-    from .comm.nvshmem import initialize as start
+    from .comm.nvshmem_world import initialize as start
 
     where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
     start(where, deadline(timeout_s), int(config.read_number("FA_A2A_ARENA_MIB") * (1 << 20)))

@@ -34,8 +34,8 @@ from quack.copy_utils import get_tma_desc_addr
 from . import ptx
 from .overlap import Counter
 from .overlap_schedule import locate
-from .signal import ARRIVED, EPOCH, FINGERPRINT, MAX_PARTS, PARTS, Failure, Word
-from .signal_kernel import POLL_NS, Signal, reached
+from .signal import ARRIVED, EPOCH, FINGERPRINT, MAX_PARTS, PARTS, TOLD, Failure, Word
+from .signal_kernel import LOOKS_A_NOTICE, POLL_NS, Signal, ends, reached
 
 # of `state`: the tile being loaded, its head's part, next chunk to wait for, parts acquired (bits), whether Q and the
 # block of K or V come from the inputs
@@ -148,18 +148,23 @@ class Waits:
         word, mark = own + 8 * (PARTS + MAX_PARTS * source + part), own + 8 * (FINGERPRINT + source)
         epoch = ptx.load_relaxed_sys(own + 8 * EPOCH) + 1
         until = ptx.globaltimer() + release.deadline_ns
-        code = Int32(int(Failure.DEADLINE))
+        code, looks, notice = Int32(int(Failure.DEADLINE)), Int32(0), Int64(0)
         while code == int(Failure.DEADLINE) and ptx.globaltimer() < until:
             if reached(ptx.load_acquire_sys(word), epoch):
                 code = Int32(int(Failure.NONE))
             elif self.departs(own, source, epoch):
                 code = Int32(int(Failure.FINGERPRINT))
+            elif looks % LOOKS_A_NOTICE == LOOKS_A_NOTICE - 1:
+                notice = ptx.load_relaxed_sys(own + 8 * TOLD)
+                if notice != 0 and ends(notice, 2 * epoch + Int64(int(Word.READY))):
+                    code = Int32(int(Failure.TOLD))  # some rank does not end this call
+            looks += 1
             if code == int(Failure.DEADLINE):
                 ptx.nanosleep(POLL_NS)
         if code == int(Failure.NONE) and ptx.load_relaxed_sys(mark) != overlap.fingerprint:
             code = Int32(int(Failure.FINGERPRINT))  # the mark was released before the word
         if code != int(Failure.NONE):
-            self.fail(code, chunk, part)
+            self.fail(code, chunk, part, notice)
 
     @cute.jit
     def departs(self, own: Int64, source: Int64, epoch: Int64) -> Boolean:
@@ -171,8 +176,8 @@ class Waits:
         return other
 
     @cute.jit
-    def fail(self, code: Int32, chunk: Int32, part: Int32):
-        """The first of this GPU's warps to fail writes the record and traps, which ends the kernel."""
+    def fail(self, code: Int32, chunk: Int32, part: Int32, notice: Int64):
+        """The first of this GPU's warps to fail writes the record, tells the peers and traps, which ends the kernel."""
         overlap, release = self.load_params.overlap, self.load_params.release
         if cute.arch.lane_idx() == 0:
             claim = overlap.counters.iterator.toint() + 8 * int(Counter.FAULT)
@@ -182,16 +187,23 @@ class Waits:
                     ptx.nanosleep(1000)
             else:
                 source, own = overlap.sources[chunk], release.peer_blocks[release.rank]
+                epoch = ptx.load_relaxed_sys(own + 8 * EPOCH) + 1
+                found_fingerprint = notice
+                if code != int(Failure.TOLD):
+                    found_fingerprint = ptx.load_relaxed_sys(own + 8 * (FINGERPRINT + source))
+                if code == int(Failure.DEADLINE):
+                    step = 2 * epoch + Int64(int(Word.READY))
+                    Signal().tell(release.peer_blocks, release.rank, release.num_ranks, Int32(source), step)
                 Signal().report(
                     release.record,
                     code,
                     Int32(int(Word.ARRIVED)),
                     release.rank,
                     Int32(source),
-                    ptx.load_relaxed_sys(own + 8 * EPOCH) + 1,
+                    epoch,
                     ptx.load_relaxed_sys(own + 8 * (PARTS + MAX_PARTS * source + part)),
                     overlap.fingerprint,
-                    ptx.load_relaxed_sys(own + 8 * (FINGERPRINT + source)),
+                    found_fingerprint,
                 )
         cute.arch.sync_warp()
         ptx.trap()

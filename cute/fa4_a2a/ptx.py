@@ -72,6 +72,11 @@ def store_shared(address: Int32, value: Int64, *, loc: Any = None, ip: Any = Non
     _asm(None, [_i32(address, loc, ip), _i64(value, loc, ip)], "st.shared.u64 [$0], $1;", "r,l", loc, ip)
 
 
+@dsl_user_op
+def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
+    return Int64(_asm(T.i64(), [_i32(address, loc, ip)], "ld.shared.u64 $0, [$1];", "=l,r", loc, ip))
+
+
 # -- fences and atomics -----------------------------------------------------------------------------------------------
 
 
@@ -88,7 +93,8 @@ def fence_proxy_async_shared(*, loc: Any = None, ip: Any = None) -> None:
 
 @dsl_user_op
 def fence_proxy_async(*, loc: Any = None, ip: Any = None) -> None:
-    """What this thread has acquired, and what it wrote, comes before the bulk copies it starts from here on."""
+    """What this thread has acquired, and what it wrote, is visible to bulk copies that it starts after it, in all
+    memory."""
     _asm(None, [], "fence.proxy.async;", "", loc, ip)
 
 

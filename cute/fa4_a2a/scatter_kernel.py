@@ -17,8 +17,9 @@ Publication, and why whoever sees it sees the data:
   3. the last arriver's warp executes fence.acq_rel.sys and then stores the epoch to each peer (Signal.publish). The
      fence is cumulative: what happens before it, in whichever CTA and to whichever GPU, comes before the epoch for any
      observer that acquires it.
-litmus.py tests this chain for bulk stores as its variant `release`. An observer that reads the data by TMA does so in a
-later kernel, or puts fence.proxy.async behind its acquire.
+litmus.py tests this chain as its variants `release` for bulk stores and `st_release` for the threads' own. An observer
+that reads the data by TMA does so in a later kernel, as attention does (variant `call`), or puts fence.proxy.async
+behind its acquire (`bulk_read`).
 Only the last CTA's warp 0 waits, when every other CTA has stored its part: the SMs are free for whoever is waited for.
 """
 

@@ -4,6 +4,8 @@ A rank's signal block is BLOCK_WORDS u64 words in symmetric memory, zero at the 
 
     word                    written by                        read by
     EPOCH            0      this rank (ADVANCE)               this rank                  its own call counter
+    TOLD             1      any rank that makes no further    this rank, WAIT            a notice, packed; 0 for none
+                            step, its host or its kernel
     ARRIVED + src   32..    rank src, PUBLISH of ARRIVED      this rank, WAIT            src's q, k, v are here, or src
                                                                                        sends them (overlap.py)
     FINGERPRINT+src 64..    rank src, before ARRIVED          this rank, after ARRIVED   src's configuration
@@ -11,7 +13,10 @@ A rank's signal block is BLOCK_WORDS u64 words in symmetric memory, zero at the 
     PARTS + 8*src   128..   rank src, overlap_send.py         this rank, overlap_wait.py part i of src's q, k, v is here
           + i
 
-The other words are unused. The orders that make it safe stand in signal_kernel.py; the protocol in the design's section
+The other words are unused. A notice: a reason (Told) in bits 0 and 1, the rank that gives it in 8 to 15, the rank it
+missed in 16 to 23, and from 24 on the low 40 bits of the first step it will not make, a step being 2 * epoch + Word.
+
+The orders that make it safe stand in signal_kernel.py; the protocol in the design's section
 on completion.
 """
 
@@ -23,7 +28,7 @@ from enum import IntEnum, IntFlag
 from .cache import load_or_compile
 
 MAX_RANKS = 32
-EPOCH, ARRIVED, FINGERPRINT, READY = 0, 32, 64, 96  # word offsets
+EPOCH, TOLD, ARRIVED, FINGERPRINT, READY = 0, 1, 32, 64, 96  # word offsets
 PARTS, MAX_PARTS = 128, 8  # of an exchange that arrives part by part, see overlap.py
 BLOCK_WORDS = PARTS + MAX_RANKS * MAX_PARTS
 BLOCK_BYTES = 8 * BLOCK_WORDS
@@ -45,6 +50,12 @@ class Failure(IntEnum):
     NONE = 0
     DEADLINE = 1
     FINGERPRINT = 2
+    TOLD = 3  # a peer has said that it makes no further step
+
+
+class Told(IntEnum):
+    FAILED = 1
+    MISSED = 2  # a peer, until its deadline
 
 
 class Record(IntEnum):
@@ -58,7 +69,7 @@ class Record(IntEnum):
     EXPECTED_EPOCH = 4
     FOUND_EPOCH = 5
     EXPECTED_FINGERPRINT = 6
-    FOUND_FINGERPRINT = 7  # 0 where it was not looked at: READY, or the epoch never came
+    FOUND_FINGERPRINT = 7  # 0 where it was not looked at: READY, or the epoch never came; with TOLD the notice
 
 
 def load_signal(arch: str) -> Callable[..., None]:

@@ -8,16 +8,24 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from . import ptx
-from .signal import ARRIVED, EPOCH, FINGERPRINT, MAX_RANKS, READY, Failure, Flags, Record, Word
+from .signal import ARRIVED, EPOCH, FINGERPRINT, MAX_RANKS, READY, TOLD, Failure, Flags, Record, Told, Word
 from .toolchain import compile_for, vector
 
 POLL_NS = 32  # between two looks, each of which goes past L1
+STEP_SHIFT = 24  # of the step in a notice
+LOOKS_A_NOTICE = 64  # every so many looks at a peer's word one at TOLD: seldom, since it lengthens the look
 
 
 @cute.jit
 def reached(found: Int64, epoch: Int64) -> Boolean:
     """By signed difference, which wraps: right also where the counters pass 2^63 and 2^64."""
     return found - epoch >= 0
+
+
+@cute.jit
+def ends(notice: Int64, step: Int64) -> Boolean:
+    """Whether a step comes no more, by signed difference of the 40 bits that a notice has of its own step."""
+    return (step << STEP_SHIFT) - ((notice >> STEP_SHIFT) << STEP_SHIFT) >= 0
 
 
 class Signal:
@@ -90,7 +98,7 @@ class Signal:
         # No lane waits before all have published: else two ranks could wait for each other's unpublished lanes.
         cute.arch.sync_warp()
         if flags & int(Flags.WAIT) != 0:
-            self.wait(own, lane, rank, num_ranks, word, epoch, fingerprint, start, deadline_ns, record)
+            self.wait(peer_blocks, own, lane, rank, num_ranks, word, epoch, fingerprint, start, deadline_ns, record)
 
     @cute.jit
     def publish(
@@ -117,6 +125,7 @@ class Signal:
     @cute.jit
     def wait(
         self,
+        peer_blocks: cute.Tensor,
         own: Int64,
         lane: Int32,
         rank: Int32,
@@ -131,12 +140,16 @@ class Signal:
         """Acquire side. Lane p's ld.acquire.sys that finds peer p's relaxed store (or a later one of p's, which is
         released no earlier) synchronizes with p's fence: all that p released happens before what follows this lane's
         load. Later kernels of this stream come after all lanes by kernel boundary, so they read, also by TMA, what
-        every peer released. The protocol never lets a word run past the expected epoch; if one does, it has certainly
-        arrived.
+        every peer released (variant `call` of litmus.py). The protocol never lets a word run past the expected epoch;
+        if one does, it has certainly arrived.
 
         The loop is uniform: a lane that has failed ends it for all at once, however long the others would have to wait.
+
+        TOLD needs no order: a notice is one word, nothing is read on its account, and one that comes late is found at a
+        later look. It ends a wait only for a step that its writer will never make, so it cannot overtake an arrival.
         """
-        found, found_fingerprint, code = epoch, fingerprint, Int32(0)
+        found, found_fingerprint, code, looks = epoch, fingerprint, Int32(0), Int32(0)
+        step = 2 * epoch + Int64(word)
         pending = lane < num_ranks
         while cute.arch.vote_any_sync(pending) and not cute.arch.vote_any_sync(code != 0):
             if pending:
@@ -150,6 +163,11 @@ class Signal:
                             code = Int32(int(Failure.FINGERPRINT))
                 elif ptx.globaltimer() - start > deadline_ns:
                     code = Int32(int(Failure.DEADLINE))
+                elif looks % LOOKS_A_NOTICE == LOOKS_A_NOTICE - 1:
+                    notice = ptx.load_relaxed_sys(own + 8 * TOLD)
+                    if notice != 0 and ends(notice, step):
+                        code, found_fingerprint = Int32(int(Failure.TOLD)), notice
+            looks += 1
             if cute.arch.vote_any_sync(pending):
                 ptx.nanosleep(POLL_NS)
 
@@ -157,7 +175,18 @@ class Signal:
         if code != 0 and (failed & ((Int32(1) << lane) - 1)) == 0:  # the lowest failed lane reports
             if code == int(Failure.DEADLINE):
                 found_fingerprint = Int64(0)
+                self.tell(peer_blocks, rank, num_ranks, lane, step + 1)
             self.report(record, code, word, rank, lane, epoch, found, fingerprint, found_fingerprint)
+
+    @cute.jit
+    def tell(self, peer_blocks: cute.Tensor, rank: Int32, num_ranks: Int32, missing: Int32, step: Int64):
+        """By one thread: `step` and what follows will not come from this rank, since `missing` did not. Peers that wait
+        for this rank need not wait out their own deadlines. `report` ends with a fence for these stores, too."""
+        notice = Int64(int(Told.MISSED)) | (Int64(rank) << 8) | (Int64(missing) << 16) | (step << STEP_SHIFT)
+        peer = Int32(0)
+        while peer < num_ranks:
+            ptx.store_relaxed_sys(peer_blocks[peer] + 8 * TOLD, notice)
+            peer += 1
 
     @cute.jit
     def report(

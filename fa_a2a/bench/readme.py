@@ -122,11 +122,11 @@ def _ratios(theirs: list[float | None], ours: list[float | None]) -> str:
 
 
 def litmus_table(lines: Lines) -> str:
-    rows = [
-        [x["variant"] + _mark(x), f"{x['rounds']}", f"{x['stale']}", f"{x['stale_blocks']}"]
-        for x in _newest(lines, "litmus", ("variant",))
-    ]
-    return _footnote(_table(["variant", "rounds", "stale words", "in blocks"], rows))
+    """One sentence: the variants that must be sound, then the controls, which need not be."""
+    newest = _newest(lines, "litmus", ("variant",))
+    told = [f"`{x['variant']}`{_mark(x)} {x['stale']} in {x['rounds']} rounds" for x in newest]
+    sound, controls = ([text for text in told if ("control" in text) == wanted] for wanted in (False, True))
+    return _footnote(f"Stale words: {', '.join(sound)}; without a fence {', '.join(controls)}.")
 
 
 def environment_table(lines: Lines) -> str:

@@ -34,7 +34,7 @@ _PACKAGES = (
 _SIGNAL = (
     "layout.py",
     "sharding.py",
-    "comm/nvshmem.py",
+    "comm/nvshmem*.py",
     "comm/workspace.py",
     "fa4_a2a/signal*.py",
     "fa4_a2a/ptx.py",
@@ -70,6 +70,7 @@ _FILES = {  # what the figures of a kind of line depend on
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "kernel": ("ops/kernels.py", "ops/fa4.py", "fa4_a2a/forward*.py"),
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
+    "soak": ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"),
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
     "layer": _LAYER,

@@ -1,24 +1,18 @@
-"""A process group as this library sees it: its ranks, and a host channel that cannot hang.
-
-The channel goes through the store of torch.distributed, so that it works for any backend and any subset of ranks, and
-every wait has a deadline. It carries set-up and errors; no call in steady state touches it.
-"""
+"""A process group as this library sees it: its ranks, what they have agreed on, and their host channel."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import platform
-import time
-from collections.abc import Callable
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import FaA2AError, GroupError, PeerError, PeerMismatchError, PeerTimeoutError
+from ..errors import GroupError
+from .channel import Channel, Watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,7 +20,6 @@ if TYPE_CHECKING:
     from ..ops.plan import Plan
     from .workspace import Workspace
 
-Watch = Callable[[Callable[[int], bool]], None]
 _WAY_IN = "call torch.distributed.init_process_group() first"
 
 
@@ -40,14 +33,16 @@ class Group:
         self.rank = dist.get_group_rank(handle, dist.get_rank())
         self.size = len(self.ranks)
         self.pid = os.getpid()
-        self.incarnation = 0  # counts reset(); every rank resets, so the numbers agree
         self.poisoned: str | None = None
         self.plans: dict[int, Plan] = {}  # by fingerprint: the configurations every rank has agreed on
         self.settled: dict[object, Plan] = {}  # the same, by what a caller passed
         self.workspace: Workspace | None = None
-        self._store = dist.distributed_c10d.PrefixStore(f"fa_a2a/{self.name}/{self.ranks}", _default_store())
-        self._count = 0
-        self._last_key: str | None = None
+        self._channel = Channel(_default_store(), self.name, self.ranks, self.rank)
+
+    @property
+    def incarnation(self) -> int:
+        """Counts reset(); every rank resets, so the numbers agree."""
+        return self._channel.incarnation
 
     def check_process(self) -> None:
         """Raises GroupError in a forked child: the store and the ranks' memory are its parent's."""
@@ -67,91 +62,29 @@ class Group:
 
     def reset(self) -> None:
         """Forgets errors and agreements. Collective in spirit: the channel's keys move on with every reset."""
-        self.incarnation += 1
-        self._count = 0
+        self._channel.reset()
         self.poisoned = None
         self.plans.clear()
         self.settled.clear()
 
     def exchange(self, topic: str, value: object, timeout_s: float, watch: Watch | None = None) -> list[Any]:
-        """Every rank's value for this exchange, by rank. Values are JSON.
-
-        Ranks call it in the same order. `watch` is called while waiting, with a function that
-        says whether a rank has come by now, and may raise. A failure poisons the group.
-        Raises PeerTimeoutError naming the ranks that did not come within `timeout_s` seconds.
-        """
-        prefix = f"{self.incarnation}/{self._count}/{topic}"
-        self._count += 1
+        """Channel.exchange; a failure poisons the group."""
         try:
-            self._store.set(f"{prefix}/{self.rank}", json.dumps(value))
-            self._await([f"{prefix}/{r}" for r in range(self.size)], topic, timeout_s, watch)
-            values = [json.loads(self._store.get(f"{prefix}/{r}")) for r in range(self.size)]
-        except FaA2AError as error:
-            self._abandon(error)
+            return self._channel.exchange(topic, value, timeout_s, watch)
+        except BaseException as error:
+            self.poisoned = self.poisoned or str(error) or type(error).__name__
             raise
-        except Exception as error:  # the store's host is gone: its connection errors are no news to a user
-            self.poisoned = f"the store of torch.distributed stopped answering during '{topic}': {error}"
-            raise PeerTimeoutError(self.poisoned) from error
-        self._sweep(f"{prefix}/{self.rank}")
-        return values
-
-    def _await(self, keys: list[str], topic: str, timeout_s: float, watch: Watch | None) -> None:
-        missing = [r for r in range(self.size) if r != self.rank]
-        deadline, pause = time.monotonic() + timeout_s, 1e-4
-        while missing := [r for r in missing if not self._store.check([keys[r]])]:
-            self._heed_abandoned()
-            if watch is not None:
-                watch(lambda r: self._store.check([keys[r]]))
-            if time.monotonic() > deadline:
-                raise PeerTimeoutError(
-                    f"rank {missing[0]} of group {self.name!r} (global rank {self.ranks[missing[0]]}) did not reach "
-                    f"'{topic}' within {timeout_s:g} s (missing ranks: {missing}); every rank of the group must make "
-                    "the same calls in the same order"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 5e-3)
-        self._heed_abandoned()  # all had come, and somebody may have left since
-
-    @property
-    def _abandoned(self) -> str:
-        return f"{self.incarnation}/abandoned"
-
-    def _abandon(self, error: FaA2AError) -> None:
-        """Tells ranks that come later that nobody waits for them any more. Best effort: the store may be gone."""
-        self.poisoned = self.poisoned or str(error)
-        with contextlib.suppress(Exception):
-            if not self._store.check([self._abandoned]):
-                told = [isinstance(error, PeerMismatchError), f"rank {self.rank} gave up: {error}"]
-                self._store.set(self._abandoned, json.dumps(told))
-
-    def _heed_abandoned(self) -> None:
-        """Raises the error of the rank that gave up, of the same kind."""
-        if self._store.check([self._abandoned]):
-            mismatch, text = json.loads(self._store.get(self._abandoned))
-            raise (PeerMismatchError if mismatch else PeerTimeoutError)(text)
-
-    def _sweep(self, key: str) -> None:
-        """Deletes this rank's key of the exchange before: whoever posted to this one had read it."""
-        if self._last_key is not None:
-            self._store.delete_key(self._last_key)
-        self._last_key = key
 
     def leave(self, timeout_s: float) -> None:
         """Waits until every rank leaves, too; a rank that an error has cut off says so and does not wait.
 
         Afterwards `poisoned` is set on every rank if it was on one. Raises PeerTimeoutError like `exchange`.
         """
-        keys = [f"{self.incarnation}/leaving/{r}" for r in range(self.size)]
         try:
-            self._store.set(keys[self.rank], json.dumps(self.poisoned))
-            if self.poisoned is not None:
-                return
-            self._await(keys, "close", timeout_s, None)
-            self.poisoned = next(filter(None, (json.loads(self._store.get(key)) for key in keys)), None)
-            self._sweep(keys[self.rank])
+            self.poisoned = self._channel.leave(self.poisoned, timeout_s)
         except Exception as error:
             healthy, self.poisoned = self.poisoned is None, self.poisoned or str(error)
-            if healthy and not (isinstance(error, PeerError) and self._store.check([self._abandoned])):
+            if healthy:
                 raise
 
     def barrier(self, topic: str, timeout_s: float) -> None:
@@ -163,6 +96,7 @@ def _default_store() -> Any:
 
 
 _groups: dict[str, Group] = {}
+_making = threading.Lock()
 
 
 def resolve(group: ProcessGroup | DeviceMesh | str | None) -> Group:
@@ -192,7 +126,10 @@ def resolve(group: ProcessGroup | DeviceMesh | str | None) -> Group:
         )
     known = _groups.get(handle.group_name)
     if known is None or known.handle is not handle:
-        known = _groups[handle.group_name] = Group(handle)
+        with _making:
+            known = _groups.get(handle.group_name)
+            if known is None or known.handle is not handle:
+                known = _groups[handle.group_name] = Group(handle)
     return known
 
 

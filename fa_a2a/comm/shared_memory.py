@@ -1,7 +1,7 @@
-"""Symmetric memory between CPU processes of one host: shared mappings of unnamed files.
+"""Symmetric memory between CPU processes of one host: shared mappings of files in memory, private to the user.
 
-Each rank makes a file of its own with a random name and mode 0600 in the shared-memory file system, the others open it,
-and the name is removed as soon as all have: nothing is left behind, however a process ends later.
+Each rank makes a file of its own with mode 0600, the others map it, and then nothing but the mappings holds it: it ends
+with the last process, however that ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ import time
 import torch
 
 from ..errors import UnsupportedError, WorkspaceError
-from ..layout import ARRIVED_WORD, EPOCH_WORD, FINGERPRINT_WORD, READY_WORD, SIGNAL_WORDS, Word, signed_difference
+from ..layout import (
+    ARRIVED_WORD,
+    EPOCH_WORD,
+    FINGERPRINT_WORD,
+    READY_WORD,
+    SIGNAL_WORDS,
+    TOLD_WORD,
+    Notice,
+    Reason,
+    Word,
+    signed_difference,
+)
 from .group import Group, host_identity
 from .symmetric import Fault, SymmetricBlock, SymmetricMemory
 
@@ -29,7 +40,11 @@ _WORD_OFFSET = {Word.ARRIVED: ARRIVED_WORD, Word.READY: READY_WORD}
 def _memory_fence() -> None:
     """Orders this process's stores before a publication, and its loads after an acquisition.
 
-    x86-64 keeps stores in order and loads in order, so nothing is needed there, and Python gives no other tool.
+    Whoever publishes (one aligned 8-byte store) has stored the data before in the same thread, or in threads of torch
+    that have handed over to it; whoever waits reads the word, then the data. x86-64 keeps stores in order and loads in
+    order, so nothing is needed there: no compiler stands between two calls of Python, and a copy that goes past the
+    caches ends with a fence of its own. Reads before a publication (`ready` promises that they are over) cannot move
+    behind it either: x86-64 moves no store before an older load. tests/multiprocess/test_ordering.py has the test.
     Elsewhere: membarrier(2) on Linux, the system library's barrier on macOS.
     """
     machine = platform.machine()
@@ -48,8 +63,29 @@ def _memory_fence() -> None:
     )
 
 
+def _create() -> tuple[int, str, str | None]:
+    """A new file: its descriptor, where peers find it, and its name, if it had to have one.
+
+    Linux: a file that never has a name. Peers reach it through this process's entry in /proc, which the kernel opens to
+    processes of the same user only; nothing is left behind even if every rank is killed while it is being shared.
+    Elsewhere: a file with a random name, removed as soon as all have mapped it.
+    """
+    if hasattr(os, "memfd_create") and os.path.isdir(f"/proc/{os.getpid()}/fd"):
+        fd = os.memfd_create("fa_a2a", os.MFD_CLOEXEC)
+        os.fchmod(fd, 0o600)
+        return fd, f"/proc/{os.getpid()}/fd/{fd}", None
+    path = os.path.join(_folder(), f"fa_a2a-{secrets.token_hex(16)}")
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), path, path
+
+
 def _folder() -> str:
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
+def _identity(fd: int) -> list[int]:
+    """Which file this is: a path through /proc could name another one if its process ended meanwhile."""
+    status = os.fstat(fd)
+    return [status.st_dev, status.st_ino]
 
 
 def _reserve(fd: int, nbytes: int) -> tuple[mmap.mmap | None, str | None]:
@@ -57,28 +93,25 @@ def _reserve(fd: int, nbytes: int) -> tuple[mmap.mmap | None, str | None]:
     try:
         os.ftruncate(fd, nbytes)
         if sys.platform == "linux":
-            os.posix_fallocate(fd, 0, nbytes)  # a full file system says so here, not by SIGBUS in a store later
-        return _map(os.dup(fd), nbytes), None
+            os.posix_fallocate(fd, 0, nbytes)  # no room is said here, not by SIGBUS in a store later
+        return _map(fd, nbytes), None
     except OSError as error:
         return None, str(error)
+
+
+def _open(path: str, identity: list[int], nbytes: int) -> mmap.mmap:
+    """The mapping of a peer's file."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if _identity(fd) != identity:
+            raise OSError(f"{path} is another file by now")
+        return _map(fd, nbytes)
     finally:
         os.close(fd)
-
-
-def _open(sources: list[mmap.mmap | str | None], nbytes: int) -> tuple[list[mmap.mmap], str | None]:
-    """Mappings of the peers' files, given by path, among what is mapped already; or why one cannot be opened."""
-    try:
-        maps = [_map(os.open(s, os.O_RDWR), nbytes) if isinstance(s, str) else s for s in sources]
-        return [m for m in maps if m is not None], None
-    except OSError as error:
-        return [], str(error)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
+    return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 class SharedMemory(SymmetricMemory):
@@ -101,25 +134,30 @@ class SharedMemory(SymmetricMemory):
             )
 
     def allocate(self, nbytes: int, timeout_s: float) -> SymmetricBlock:
-        path = os.path.join(_folder(), f"fa_a2a-{secrets.token_hex(16)}")
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        fd, path, name = _create()
         try:
             own, problem = _reserve(fd, nbytes)
-            told = self.group.exchange("shared memory", (path, problem), timeout_s)
-            if troubles := [f"rank {r}: {trouble}" for r, (_, trouble) in enumerate(told) if trouble]:
+            told = self.group.exchange("shared memory", (path, _identity(fd), problem), timeout_s)
+            if troubles := [f"rank {r}: {trouble}" for r, (_, _, trouble) in enumerate(told) if trouble]:
                 raise WorkspaceError(
-                    f"no {nbytes} bytes of shared memory to be had in {_folder()} ({'; '.join(troubles)}); "
-                    "make room there (containers: --shm-size), or use exchange='collective'"
+                    f"no {nbytes} bytes of shared memory to be had ({'; '.join(troubles)}); "
+                    "free memory or raise this process's limits, or use exchange='collective'"
                 )
-            maps, problem = _open([own if r == self.group.rank else p for r, (p, _) in enumerate(told)], nbytes)
+            maps, problem = [], None
+            try:
+                maps = [own if r == self.group.rank else _open(p, i, nbytes) for r, (p, i, _) in enumerate(told)]
+            except OSError as error:
+                problem = str(error)
             told = self.group.exchange("shared memory mapped", problem, timeout_s)
             if troubles := [f"rank {r}: {trouble}" for r, trouble in enumerate(told) if trouble]:
                 raise UnsupportedError(
-                    f"these processes cannot open each other's shared memory ({'; '.join(troubles)}); "
-                    "containers must share it (--ipc=host), or use exchange='collective'"
+                    f"these processes cannot open each other's memory ({'; '.join(troubles)}); they must run as one "
+                    "user and see each other in /proc (containers: --pid=container:...), or use exchange='collective'"
                 )
         finally:
-            os.unlink(path)
+            os.close(fd)
+            if name is not None:
+                os.unlink(name)
         peers = tuple(torch.frombuffer(m, dtype=torch.uint8) for m in maps)
         return SymmetricBlock(nbytes, peers, tuple(t.data_ptr() for t in peers), maps)
 
@@ -151,10 +189,12 @@ class SharedMemory(SymmetricMemory):
                     peer[FINGERPRINT_WORD + rank] = fingerprint
                 peer[at + rank] = epoch
         if wait:
-            self._wait(own, word, epoch, fingerprint, timeout_s)
+            self._wait(block, own, word, epoch, fingerprint, timeout_s)
             _memory_fence()  # what the peers stored is read after their numbers
 
-    def _wait(self, own: memoryview, word: Word, epoch: int, fingerprint: int, timeout_s: float) -> None:
+    def _wait(
+        self, block: SymmetricBlock, own: memoryview, word: Word, epoch: int, fingerprint: int, timeout_s: float
+    ) -> None:
         rank, at = self.group.rank, _WORD_OFFSET[word]
         deadline, spins, pending = time.monotonic() + timeout_s, 0, list(range(self.group.size))
         while True:
@@ -166,8 +206,12 @@ class SharedMemory(SymmetricMemory):
                     raise Fault("mismatch", word, rank, peer, epoch, own[at + peer]).error(timeout_s)
             if not (pending := waiting):
                 return
+            notice = Notice.unpacked(own[TOLD_WORD])
+            if notice is not None and notice.ends(word, epoch):
+                raise Fault.told(notice, word, rank, epoch).error(timeout_s)
             spins += 1
             if time.monotonic() > deadline:
+                self.tell(block, rank, Reason.MISSED, pending[0])
                 raise Fault("deadline", word, rank, pending[0], epoch, own[at + pending[0]]).error(timeout_s)
             time.sleep(0 if spins < 200 else 1e-4)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import FaA2AError, PeerMismatchError, PeerTimeoutError, UnsupportedError
-from ..layout import Word
+from ..errors import FaA2AError, PeerFailedError, PeerMismatchError, PeerTimeoutError, UnsupportedError
+from ..layout import ARRIVED_WORD, READY_WORD, TOLD_WORD, Notice, Reason, Word, next_step
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class SymmetricBlock:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a wait ended without success. `kind` is "deadline" or "mismatch"."""
+    """Why a wait ended without success: "deadline"; "mismatch"; "failed", as `peer` said itself; "missed", as
+    `teller` says who waited for `peer` until its own deadline."""
 
     kind: str
     word: Word
@@ -34,9 +35,27 @@ class Fault:
     peer: int
     expected_epoch: int
     found_epoch: int
+    teller: int = -1
+
+    @staticmethod
+    def told(notice: Notice, word: Word, rank: int, epoch: int) -> Fault:
+        """What a notice means for a wait of this rank."""
+        if notice.reason is Reason.FAILED:
+            return Fault("failed", word, rank, notice.rank, epoch, 0)
+        return Fault("missed", word, rank, notice.missing, epoch, 0, notice.rank)
 
     def error(self, timeout_s: float) -> FaA2AError:
         step = {Word.ARRIVED: "the exchange before attention", Word.READY: "the exchange after attention"}[self.word]
+        if self.kind == "failed":
+            return PeerFailedError(
+                f"rank {self.peer} failed in call {self.expected_epoch}, or left it unfinished: its own error says "
+                "why; call fa_a2a.close(group) on every rank, then go on"
+            )
+        if self.kind == "missed":
+            return PeerTimeoutError(
+                f"rank {self.teller} gave up waiting for rank {self.peer}, and with it call {self.expected_epoch} "
+                f"(rank {self.rank} was in {step}); the workspace must be made anew on every rank"
+            )
         if self.kind == "deadline":
             return PeerTimeoutError(
                 f"rank {self.peer} did not finish {step} of call {self.expected_epoch} within {timeout_s:g} s "
@@ -98,6 +117,17 @@ class SymmetricMemory(ABC):
         """Steps of the protocol on the ranks' signal blocks, in this order: count the call, publish its number to every
         rank, wait until every rank has published it. Everything this rank stored before is visible to whoever sees
         the publication. On GPUs it is enqueued on the current stream and reports faults through `fault`."""
+
+    def tell(self, block: SymmetricBlock, rank: int, reason: Reason, missing: int = 0) -> None:
+        """Tells the peers' waits that `rank`, this one, publishes nothing more; on GPUs after all it has enqueued.
+
+        No fence is due: a wait that reads the word goes by the word alone, and reads nothing else on its account.
+        """
+        own = block.peers[rank].view(torch.int64)
+        step = next_step(own[ARRIVED_WORD + rank], own[READY_WORD + rank])
+        notice = (step << 24) | Notice(reason, rank, missing, 0).packed()
+        for peer in block.peers:
+            peer.view(torch.int64)[TOLD_WORD].copy_(notice)
 
     def release(
         self, block: SymmetricBlock, timeout_s: float, *, advance: bool = False, silent: bool = False

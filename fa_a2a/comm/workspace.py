@@ -9,34 +9,43 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
 The overlapped form does all of it in one kernel. arrived = n then says that a rank has begun call n; its q, k, v follow
 part by part, each with a word of its own. A tile for an owner is stored after that owner's queries were acquired, which
 it sent in call n, behind its last use of O of call n-1: the same argument with those words in the place of arrived.
+A rank that can make no further step says so in a word beside these (Notice in layout.py), which waits look at; without
+it they would end at their deadlines only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from .. import config
-from ..errors import ShapeError, WorkspaceError
+from ..errors import PeerError, ShapeError, WorkspaceError
 from ..layout import (
     ARRIVED_WORD,
     EPOCH_WORD,
+    READY_WORD,
     SIGNAL_BYTES,
+    TOLD_WORD,
     ExchangeShape,
+    Notice,
+    Reason,
     Word,
     WorkspaceMap,
     chunk_owners,
     signed_difference,
 )
-from .symmetric import SymmetricBlock, SymmetricMemory
+from .symmetric import Fault, SymmetricBlock, SymmetricMemory
 
 if TYPE_CHECKING:
     from ..ops.plan import Plan
     from .group import Group
 
 _GUARD = 0xA5
+_FIRST_EPOCH = 0  # the number before the first call's; tests start just below 2^32 and 2^63, the same on every rank
 _MAX_PREPARED = 128
 _Prepared = TypeVar("_Prepared")
 
@@ -51,18 +60,30 @@ class Workspace:
         self.my_chunk_at = tuple(order.index(group.rank) for order in orders)  # where my queries lie in each peer's Q
         with torch.inference_mode(False):  # the buffers outlive the caller's mode
             self.signals = memory.allocate(SIGNAL_BYTES, timeout_s)
+        if _FIRST_EPOCH:
+            self._count_from(_FIRST_EPOCH, timeout_s)
         self.block: SymmetricBlock | None = None
         self.retired: list[SymmetricBlock] = []  # outgrown, but CUDA graphs hold their addresses
         self.prepared: dict[tuple[Any, int], Any] = {}  # see `prepare`; ends with the block
         self._kept: list[Any] = []  # prepared things whose device tables CUDA graphs hold
         self.map = WorkspaceMap()
-        self.turn = "scatter"
+        self.turn = "scatter"  # "nothing" while the attention of a call is being enqueued, or on CPUs computed
+        self._turning = threading.Lock()
         self.call = object()  # stands for the call whose q, k, v are here
         self.closed = False
         self._last_stream: torch.cuda.Stream | None = None
         self._last_handle = -1
         self._captured = False
         self.debug = config.debug()  # read anew for each call
+
+    def _count_from(self, epoch: int, timeout_s: float) -> None:
+        words = self.signals.peers[self.group.rank].view(torch.int64)
+        signed = signed_difference(epoch, 0)
+        for first, count in ((EPOCH_WORD, 1), (ARRIVED_WORD, self.group.size), (READY_WORD, self.group.size)):
+            words[first : first + count] = signed
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)
+        self.group.barrier("first epoch", timeout_s)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -185,19 +206,26 @@ class Workspace:
         self.group.check_usable()
 
     def check_turn(self, step: str) -> None:
-        """Calls alternate scatter, attention; anything else would overwrite what a peer still reads."""
+        """Calls alternate scatter, attention; anything else would overwrite what a peer still reads. A second thread is
+        refused, not made to wait: which of its calls would meet which of the peers' nobody could say."""
         if step != self.turn:
             raise WorkspaceError(
                 f"calls on a workspace alternate scatter_heads and attention_gather; got {step}, due was {self.turn}; "
-                "finish each scatter_heads with attention_gather, or call fa_a2a.close(group) on every rank"
+                "finish each scatter_heads with attention_gather, use one thread for each group, or call "
+                "fa_a2a.close(group) on every rank"
             )
 
     def take_turn(self, step: str) -> None:
-        self.check_turn(step)
+        with self._turning:
+            self.check_turn(step)
+            self.turn = "attention" if step == "scatter" else "nothing"
         if step == "scatter":
             self.call = object()
             self.debug = config.debug()
-        self.turn = "attention" if step == "scatter" else "scatter"
+
+    def end_turn(self) -> None:
+        """The call is over; an error in it leaves the turn at "nothing", until the workspace is made anew."""
+        self.turn = "scatter"
 
     def order_streams(self) -> None:
         """Makes the current stream wait for the stream of the call before, if that was another one."""
@@ -228,9 +256,14 @@ class Workspace:
         self.memory.signal(self.signals, Word.ARRIVED, advance=True, publish=True, fingerprint=0)
 
     def peers_ahead(self) -> list[int]:
-        """Ranks that have already begun the call after this rank's last one. Waits for work enqueued so far."""
+        """Ranks that have already begun the call after this rank's last one. Waits for work enqueued so far.
+
+        Raises PeerFailedError or PeerTimeoutError where a rank has told that it makes no further step.
+        """
         words = self.memory.words(self.signals)
         epoch = words[EPOCH_WORD]
+        if (notice := Notice.unpacked(words[TOLD_WORD])) is not None:
+            raise Fault.told(notice, Word.ARRIVED, self.group.rank, epoch + 1).error(0.0)
         return [r for r in range(self.group.size) if signed_difference(words[ARRIVED_WORD + r], epoch) > 0]
 
     def _signal(self, word: Word, timeout_s: float, **steps: Any) -> None:
@@ -241,8 +274,18 @@ class Workspace:
             raise
 
     def poison(self, error: BaseException) -> None:
-        """Whatever ends a step of a call half-way, Ctrl-C too, leaves the ranks apart: no further call is taken."""
+        """Whatever ends a step of a call half-way, Ctrl-C too, leaves the ranks apart: no further call is taken, and
+        the peers are told, unless it is from them that this rank has it."""
+        if self.group.poisoned is None and not isinstance(error, PeerError):
+            self._tell()
         self.group.poisoned = self.group.poisoned or str(error) or type(error).__name__
+
+    def _tell(self) -> None:
+        """Ends the peers' waits for this rank. Best effort: without it they end at their deadlines."""
+        if self.memory.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing of the call has run
+        with contextlib.suppress(Exception):
+            self.memory.tell(self.signals, self.group.rank, Reason.FAILED)
 
     def poison_output(self) -> None:
         """Debug mode: fills O and LSE with NaN, so that whatever a call fails to write shows."""
@@ -254,14 +297,20 @@ class Workspace:
     def check_guards(self) -> None:
         """Debug mode: raises WorkspaceError if a guard region was written to. Waits for the device."""
         if self.debug and (damaged := self.damaged_guards()):
-            self.group.poisoned = f"guard regions at bytes {damaged} were overwritten"
-            raise WorkspaceError(f"{self.group.poisoned}: a store went past its buffer; this is a bug of fa_a2a")
+            error = WorkspaceError(
+                f"guard regions at bytes {damaged} were overwritten: a store went past its buffer; this is a bug of "
+                "fa_a2a"
+            )
+            self.poison(error)
+            raise error
 
     def close(self, timeout_s: float) -> None:
         """Frees the buffers. Collective; outputs that are views of the workspace end here."""
         if self.closed:
             return
         self.closed = True
+        if self.turn != "scatter" and self.group.poisoned is None:
+            self._tell()  # a call left half-way: whoever waits for its other half need not any more
         if self.memory.device.type == "cuda" and self.memory.fault() is None:
             torch.cuda.synchronize(self.memory.device)
         self.group.leave(timeout_s)

@@ -115,21 +115,22 @@ def attend(
     O (B, s, H, D) and LSE (B, H, s) are views of the workspace, valid until the next call on it.
     """
     workspace.take_turn("attention")
-    workspace.order_streams()
-    prepared = workspace.prepare(Prepared, plan)
-    with step("attention", q.device):
-        try:
+    try:
+        workspace.order_streams()
+        prepared = workspace.prepare(Prepared, plan)
+        with step("attention", q.device):
             if q is prepared.qkv[0]:
                 prepared.attend(timeout_s)
             else:
                 prepared.launcher((q, k, v), timeout_s)()
-        except BaseException as error:
-            workspace.poison(error)
-            raise
+    except BaseException as error:
+        workspace.poison(error)
+        raise
     if not plan.adapter.can_release:
         with step("finish", q.device):
             workspace.finish(timeout_s)
     workspace.check_guards()
+    workspace.end_turn()
     return prepared.output()
 
 

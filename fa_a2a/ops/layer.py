@@ -27,18 +27,19 @@ def run(
     """q, k, v (B, s, H, D) to O (B, s, H, D) and LSE (B, H, s) if the plan has it: views of the workspace, valid until
     the next call on it. The workspace has been checked."""
     workspace.take_turn("scatter")
-    workspace.order_streams()
-    prepared = workspace.prepare(Prepared, plan)
-    with step("layer", qkv[0].device):
-        workspace.poison_output()
-        try:
+    try:
+        workspace.order_streams()
+        prepared = workspace.prepare(Prepared, plan)
+        with step("layer", qkv[0].device):
+            workspace.poison_output()
             prepared.store(*qkv, timeout_s, norm_rope)
             workspace.take_turn("attention")
             prepared.attention.attend(timeout_s)
-        except BaseException as error:
-            workspace.poison(error)
-            raise
-        if not plan.adapter.can_release:
-            workspace.finish(timeout_s)
+    except BaseException as error:
+        workspace.poison(error)
+        raise
+    if not plan.adapter.can_release:
+        workspace.finish(timeout_s)
     workspace.check_guards()
+    workspace.end_turn()
     return prepared.attention.output()

@@ -137,17 +137,18 @@ def attend(qkv: Qkv, plan: Plan, workspace: Workspace, timeout_s: float) -> tupl
     """The whole layer on q, k, v (1, s, H, D). O (1, s, H, D) and LSE (1, H, s) are views of the workspace, valid until
     the next call on it. The workspace has been checked."""
     workspace.take_turn("scatter")
-    workspace.order_streams()
-    prepared = workspace.prepare(Prepared, plan)
-    with step("layer", qkv[0].device):
-        workspace.poison_output()
-        workspace.take_turn("attention")
-        try:
+    try:
+        workspace.order_streams()
+        prepared = workspace.prepare(Prepared, plan)
+        with step("layer", qkv[0].device):
+            workspace.poison_output()
+            workspace.take_turn("attention")
             prepared(*qkv, timeout_s)
-        except BaseException as error:
-            workspace.poison(error)
-            raise
+    except BaseException as error:
+        workspace.poison(error)
+        raise
     workspace.check_guards()
+    workspace.end_turn()
     return prepared.out.view_as(prepared.out), prepared.lse.view_as(prepared.lse) if plan.request.with_lse else None
 
 

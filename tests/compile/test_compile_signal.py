@@ -5,13 +5,17 @@ from fa4_a2a.litmus import VARIANTS, load_litmus
 from fa4_a2a.signal import (
     ARRIVED,
     BLOCK_BYTES,
+    EPOCH,
     FINGERPRINT,
     MAX_PARTS,
     MAX_RANKS,
     PARTS,
     READY,
+    TOLD,
+    Failure,
     Flags,
     Record,
+    Told,
     Word,
     load_signal,
 )
@@ -39,6 +43,7 @@ def test_signal_orders_its_stores_and_loads(arch, sass):
 
 
 def test_signal_layout():
+    assert EPOCH < TOLD < ARRIVED
     assert ARRIVED + MAX_RANKS == FINGERPRINT
     assert FINGERPRINT + MAX_RANKS == READY
     assert READY + MAX_RANKS == PARTS
@@ -46,6 +51,17 @@ def test_signal_layout():
     assert (PARTS, MAX_PARTS) == (layout.PARTS_WORD, layout.MAX_PARTS)
     assert BLOCK_BYTES == layout.SIGNAL_BYTES
     assert next(iter(Record)) is Record.CODE
+
+
+def test_kernels_and_library_mean_the_same_words():
+    from fa_a2a import layout
+    from fa_a2a.comm import nvshmem
+
+    words = (layout.EPOCH_WORD, layout.TOLD_WORD, layout.ARRIVED_WORD, layout.FINGERPRINT_WORD, layout.READY_WORD)
+    assert words == (EPOCH, TOLD, ARRIVED, FINGERPRINT, READY)
+    assert [(x.name, x.value) for x in Word] == [(x.name, x.value) for x in layout.Word]
+    assert [(x.name, x.value) for x in Told] == [(x.name, x.value) for x in layout.Reason]
+    assert (nvshmem._MISMATCH, nvshmem._TOLD) == (Failure.FINGERPRINT, Failure.TOLD)
 
 
 def test_signal_call_reaches_the_launch(no_gpu):
@@ -72,6 +88,20 @@ def test_epochs_compare_across_the_wrap(found, epoch, want):
     assert _reached()(found, epoch) == want
 
 
+@pytest.mark.parametrize("told", [1, 2**32 - 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("word", Word)
+def test_notices_end_the_steps_from_theirs_on(told, word):
+    """The kernel's own comparison, compiled for this CPU, against the library's."""
+    from host_compare import ended
+
+    from fa_a2a.layout import Notice, Reason
+
+    notice = Notice(Reason.MISSED, 3, 1, 2 * told + word)
+    for epoch in (told - 2, told - 1, told, told + 1, told + 9):
+        for waited_for in Word:
+            assert ended(notice.packed(), epoch, waited_for) == notice.ends(waited_for, epoch), (epoch, waited_for)
+
+
 def _reached():
     import torch
     from cutlass import Int64
@@ -91,12 +121,18 @@ def _reached():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_litmus_has_the_fences_of_its_variant_and_no_others(arch, variant, sass):
     load_litmus(arch, variant)
-    write = sass(f"litmus-write-{variant}-{arch}")
-    read = sass(f"litmus-read-{'boundary' if variant == 'boundary' else 'rounds'}-{arch}")
+    writer, reader = VARIANTS[variant]
+    write, read = sass(f"litmus-write-{writer}-{arch}"), sass(f"litmus-read-{reader}-{arch}")
     fences = {op for op in opcodes(write) if op.startswith("MEMBAR")} - {PROXY_FENCE}
-    assert fences == ({"MEMBAR.ALL.GPU", "MEMBAR.ALL.SYS"} if variant in ("release", "read_fence") else set())
-    assert bool(uses(write, "UBLKCP")) == (variant != "st_control")
+    fenced = writer in ("release", "read_fence", "st_release")
+    assert fences == ({"MEMBAR.ALL.GPU", "MEMBAR.ALL.SYS"} if fenced else set())
+    assert bool(uses(write, "UBLKCP")) == (not writer.startswith("st_"))
     assert uses(read, "MEMBAR.ALL.SYS") == 1, "before the ack"
-    assert uses(read, "LDG.E.64.STRONG.SYS") >= 16, "data is read past L1"
+    if "-" in reader:
+        assert uses(read, "UBLKCP") == 8, "data comes by bulk copies"
+        # one in the chain before the ack, and one in a proxy fence over all memory
+        assert uses(read, "MEMBAR.ALL.GPU") == (2 if reader.endswith("-bulk") else 1)
+    else:
+        assert uses(read, "LDG.E.64.STRONG.SYS") >= 16, "data is read past L1"
     assert no_local_memory(write)
     assert no_local_memory(read)

@@ -184,3 +184,18 @@ def test_options_and_their_checks_import_no_torch():
     program = "import sys, fa_a2a.cli, fa_a2a.bench.rank_process; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--calls 3", "--calls must be at least 10, got 3"),
+        ("--ranks 1", "one rank has nothing to exchange"),
+        ("--delays-us -1", "--delays-us must be from 0"),
+        ("--delays-us nan", "--delays-us must be from 0"),
+        ("--traffic", "--traffic is about the links between GPUs"),
+        ("--out .", "--out must be a file"),
+    ],
+)
+def test_soak(refusal, options, message):
+    assert message in refusal("soak", "--device", "cpu", *options.split())

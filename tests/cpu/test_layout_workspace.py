@@ -86,7 +86,7 @@ def test_map_of_one_small_call():
 
 def test_signal_words_lie_apart_and_inside_the_block():
     n = layout.MAX_RANKS
-    words = [layout.EPOCH_WORD]
+    words = [layout.EPOCH_WORD, layout.TOLD_WORD]
     for first in (layout.ARRIVED_WORD, layout.FINGERPRINT_WORD, layout.READY_WORD):
         words += range(first, first + n)
     words += range(layout.PARTS_WORD, layout.PARTS_WORD + n * layout.MAX_PARTS)
@@ -115,6 +115,24 @@ def test_signed_difference(a, b, difference):
 @given(st.integers(0, (1 << 64) - 1), st.integers(-(1 << 63), (1 << 63) - 1))
 def test_signed_difference_undoes_wrapping_addition(b, step):
     assert signed_difference((b + step) % (1 << 64), b) == step
+
+
+@given(
+    st.sampled_from(layout.Reason), st.integers(0, 31), st.integers(0, 31), st.integers(0, 2**64 - 1), st.integers(0, 1)
+)
+def test_a_notice_ends_the_waits_from_its_step_on_and_no_earlier_ones(reason, rank, missing, arrived, behind):
+    ready = arrived - behind
+    notice = layout.Notice(reason, rank, missing, layout.next_step(arrived, ready))
+    assert 0 < notice.packed() < 1 << 64
+    found = layout.Notice.unpacked(notice.packed())
+    assert (found.reason, found.rank, found.missing) == (reason, rank, missing)
+    # behind: this rank has published `arrived` of a call, and not yet its `ready`
+    assert [found.ends(layout.Word.ARRIVED, arrived), found.ends(layout.Word.READY, arrived)] == [False, bool(behind)]
+    for later in (1, 2, 1000):
+        assert found.ends(layout.Word.ARRIVED, arrived + later)
+        assert found.ends(layout.Word.READY, arrived + later)
+    assert not found.ends(layout.Word.READY, ready)
+    assert layout.Notice.unpacked(0) is None
 
 
 @given(st.text(), st.text())

@@ -1,6 +1,7 @@
 """Kernels that skip a tile, store past a buffer or fail, and what debug mode shows of it."""
 
 import os
+import time
 
 import torch
 from workers import attempt, inputs, works
@@ -85,7 +86,7 @@ class Failing(type(cpu.make(torch.device("cpu"), torch.float32, 8, True, True)))
 
 
 def kernel_failure(rank, size):
-    """The kernel raises on rank 1 alone, in the middle of a call."""
+    """The kernel raises on rank 1 alone, in the middle of a call; the deadline is far."""
     from fa_a2a.ops import kernels
 
     fa_a2a.close()
@@ -94,24 +95,66 @@ def kernel_failure(rank, size):
     if rank == 1:
         cpu.make = lambda *_: Failing()
     try:
+        began = time.monotonic()
         try:
-            call(rank, size)
+            call(rank, size, timeout_s=60)
             own = ""
         except (RuntimeError, fa_a2a.errors.FaA2AError) as error:
             own = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - began
         refused = attempt(call, rank, size)
     finally:
         cpu.make = real
         kernels.load.cache_clear()
     torch.distributed.barrier()
     fa_a2a.close()
-    return own, refused, works(rank, size)
+    return own, seconds, refused, works(rank, size)
 
 
-def test_kernel_failure_poisons_and_close_recovers(ranks):
-    (peer, refused, well), (own, refused_too, well_too) = ranks(2).run(kernel_failure)
-    assert own == "RuntimeError: no such instruction"
-    assert peer.startswith("PeerTimeoutError: rank 1 did not finish the exchange after attention")
-    assert refused.error == refused_too.error == "WorkspaceError"
-    assert well
-    assert well_too
+def test_kernel_failure_is_told_to_the_peers_at_once_and_close_recovers(ranks):
+    results = ranks(3).run(kernel_failure)
+    for rank, (own, seconds, refused, well) in enumerate(results):
+        if rank == 1:
+            assert own == "RuntimeError: no such instruction"
+        else:
+            assert own.startswith("PeerFailedError: rank 1 failed in call 1")
+            assert "fa_a2a.close(group) on every rank" in own
+        assert seconds < 10
+        assert refused.error == "WorkspaceError"
+        assert well
+
+
+def failure_beside_an_agreement(rank, size):
+    """The stores of rank 1's second call raise, while the others want to agree on a new shape for theirs."""
+    fa_a2a.close()
+    call(rank, size)
+    if rank == 1:
+
+        def broken(*_):
+            raise RuntimeError("no memory")
+
+        for prepared in resolve(None).workspace.prepared.values():
+            if hasattr(prepared, "store"):
+                prepared.store = broken
+        time.sleep(0.3)
+        outcome = None
+        try:
+            call(rank, size)
+        except RuntimeError as error:
+            outcome = str(error)
+    else:
+        outcome = attempt(UlyssesAttention(**FUSED, timeout_s=60), *inputs(rank, size, rows=11))
+    torch.distributed.barrier()
+    fa_a2a.close()
+    return outcome, works(rank, size)
+
+
+def test_a_failure_is_heard_of_in_an_agreement_too(ranks):
+    for rank, (outcome, well) in enumerate(ranks(3).run(failure_beside_an_agreement)):
+        if rank == 1:
+            assert outcome == "no memory"
+        else:
+            assert outcome.error in ("PeerFailedError", "PeerTimeoutError"), outcome
+            assert "rank 1 failed in call 2" in outcome.text
+            assert outcome.seconds < 10
+        assert well

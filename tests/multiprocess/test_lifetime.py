@@ -5,10 +5,12 @@ import time
 
 import pytest
 import torch
-from workers import attempt, forget, inputs, own_words, works
+import torch.distributed as dist
+from workers import attempt, inputs, works
 
 import fa_a2a
 from fa_a2a import UlyssesAttention, attention_gather, scatter_heads
+from fa_a2a.comm import workspace
 from fa_a2a.comm.group import resolve
 from fa_a2a.layout import EPOCH_WORD
 
@@ -176,31 +178,42 @@ def test_closed_workspace_refuses_with_the_way_out(ranks):
 
 
 def wrap(rank, size, start):
-    """Sets every word of call numbers to `start` on all ranks, then calls across the wrap."""
-    assert works(rank, size)
-    group = resolve(None)
-    group.barrier("before", 10.0)
-    words = own_words()
-    signed = start - (1 << 64) if start >= 1 << 63 else start
-    words[EPOCH_WORD] = signed
-    for first in (32, 96):
-        words[first : first + size] = signed
-    group.barrier("after", 10.0)
+    """Calls across the place where 32 bits, a sign or 64 bits would not do, ranks late by turns."""
+    fa_a2a.close()
+    workspace._FIRST_EPOCH = start
+    try:
+        assert works(rank, size)
+    finally:
+        workspace._FIRST_EPOCH = 0
     layer, serial = (UlyssesAttention(kernel="cpu", exchange=e) for e in ("fused", "collective"))
-    well = []
-    for number in range(6):
+    well, epochs = [], []
+    for number in range(5):
         q, k, v = inputs(rank, size, seed=number)
         if number % size == rank:
             time.sleep(0.05)  # whoever does not wait for this rank computes on the call before
         out = layer(q, k, v)
         well.append(torch.equal(out, serial(q, k, v)))
-    return all(well), group.workspace.memory.words(group.workspace.signals)[EPOCH_WORD], group.workspace.peers_ahead()
+        epochs.append(resolve(None).workspace.memory.words(resolve(None).workspace.signals)[EPOCH_WORD])
+    ahead = resolve(None).workspace.peers_ahead()
+    dist.barrier()
+    failing = attempt(scatter_heads, q, k, v, kernel="cpu", exchange="fused", timeout_s=0.3) if rank == 0 else None
+    dist.barrier()
+    if rank != 0:  # what rank 0 has told them ends this, not the deadline
+        failing = attempt(layer, q, k, v)
+    fa_a2a.close()
+    return all(well), [e - start for e in epochs], ahead, failing
 
 
-@pytest.mark.parametrize("start", [(1 << 63) - 2, (1 << 64) - 2], ids=["sign", "wrap"])
+@pytest.mark.parametrize("start", [(1 << 32) - 3, (1 << 63) - 3, (1 << 64) - 3], ids=["32_bits", "sign", "64_bits"])
 def test_call_numbers_wrap(ranks, start):
-    assert ranks(3).run(wrap, start=start) == [(True, (start + 6) % (1 << 64), [])] * 3
-    ranks(3).run(forget)
+    for rank, (well, epochs, ahead, failing) in enumerate(ranks(3).run(wrap, start=start)):
+        assert well
+        assert [e % (1 << 64) for e in epochs] == [2, 3, 4, 5, 6], "one more each call"
+        assert ahead == []
+        assert failing.error == "PeerTimeoutError"
+        assert failing.seconds < 10
+        told = "rank 0 gave up waiting for rank 1" in failing.text
+        assert told == (rank != 0), failing
 
 
 def forked(rank, size):

@@ -11,7 +11,7 @@ from workers import attempt, forget, inputs, works
 
 import fa_a2a
 from fa_a2a import UlyssesAttention
-from fa_a2a.comm import pointer
+from fa_a2a.comm import pointer, shared_memory
 from fa_a2a.comm.group import resolve
 from fa_a2a.comm.shared_memory import SharedMemory
 from fa_a2a.layout import ExchangeShape, WorkspaceMap
@@ -19,6 +19,11 @@ from fa_a2a.layout import ExchangeShape, WorkspaceMap
 
 def segments():
     return sorted(Path("/dev/shm").glob("fa_a2a-*")) if os.path.isdir("/dev/shm") else []
+
+
+def mapped():
+    """Blocks of the library that this process has mapped: its own and its peers'."""
+    return sum("memfd:fa_a2a" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def many_lengths(rank, size):
@@ -30,8 +35,7 @@ def many_lengths(rank, size):
         layer(*inputs(rank, size, rows=rows, heads=size, dim=8))
         largest = max(largest, rows)
         held.append((largest, sum(fa_a2a.memory_bytes().values())))
-    maps = sum("fa_a2a-" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return held, maps, len(resolve(None).plans)
+    return held, mapped(), len(resolve(None).plans)
 
 
 def test_case_09_many_lengths_bound_the_workspace_by_the_largest(ranks):
@@ -44,8 +48,7 @@ def test_case_09_many_lengths_bound_the_workspace_by_the_largest(ranks):
 
 
 def held_by_the_process():
-    maps = sum("fa_a2a-" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return len(os.listdir("/proc/self/fd")), maps, len(pointer._alive)
+    return len(os.listdir("/proc/self/fd")), mapped(), len(pointer._alive)
 
 
 def cycles(rank, size):
@@ -69,31 +72,83 @@ def test_closing_and_opening_again_holds_on_to_nothing(ranks):
         assert late[3] <= early[3] + 2
 
 
-def segment_modes(rank, size):
-    """Modes of the files that exist while this rank waits for the others to map its block."""
+def shared_without_a_name(rank, size):
+    """While rank 1 has yet to map rank 0's block: what another process sees of it."""
     fa_a2a.close()
     group = resolve(None)
     memory = SharedMemory(group, 10.0)
-    modes = []
-    if rank == 0:  # late: the others' files stay until it has opened them
-        end = time.monotonic() + 5
-        while len(segments()) < size - 1 and time.monotonic() < end:
-            time.sleep(0.005)
-        modes = [stat.S_IMODE(path.stat().st_mode) for path in segments()]
-    block = memory.allocate(4096, 10.0)
-    left = segments() if rank == 0 else []
-    group.barrier("looked", 10.0)
-    return modes, left, block.nbytes, [int(p.sum()) for p in block.peers]
+    found = None
+    real = group.exchange
+
+    def exchange(topic, value, *rest):
+        nonlocal found
+        told = real(topic, value, *rest)
+        if topic == "shared memory" and rank == 1:
+            path, (device, inode), _ = told[0]
+            status = os.stat(path)
+            found = os.readlink(path), stat.S_IMODE(status.st_mode), (status.st_dev, status.st_ino) == (device, inode)
+        return told
+
+    group.exchange = exchange
+    try:
+        block = memory.allocate(4096, 10.0)
+    finally:
+        del group.exchange
+    return found, mapped(), block.nbytes, [int(p.sum()) for p in block.peers]
 
 
-def test_segments_are_private_zeroed_and_have_no_name_once_mapped(ranks):
-    results = ranks(3).run(segment_modes)
-    assert results[0][0] == [0o600, 0o600]
-    ranks(3).run(forget)
-    for _, _, nbytes, sums in results:
-        assert nbytes == 4096
-        assert sums == [0, 0, 0]
+def test_blocks_are_private_zeroed_and_never_have_a_name(ranks):
+    (_, *first), (found, *second) = ranks(2).run(shared_without_a_name)
+    ranks(2).run(forget)
+    assert found == ("/memfd:fa_a2a (deleted)", 0o600, True)
+    assert first == second == [2, 4096, [0, 0]]
     assert segments() == []
+
+
+def replaced(rank, size):
+    """Rank 1's file is another one by the time the others open it, as after the end of a process."""
+    fa_a2a.close()
+    group, real = resolve(None), shared_memory._identity
+    if rank == 1:
+        shared_memory._identity = lambda fd: [real(fd)[0], real(fd)[1] + 1]
+    try:
+        outcome = attempt(SharedMemory(group, 10.0).allocate, 4096, 10.0)
+    finally:
+        shared_memory._identity = real
+    fa_a2a.close()
+    return outcome, works(rank, size)
+
+
+def test_a_file_that_is_not_the_one_told_of_is_refused(ranks):
+    for outcome, well in ranks(2).run(replaced):
+        assert outcome.error == "UnsupportedError"
+        assert "another file by now" in outcome.text
+        assert well
+
+
+def named(rank, size):
+    """As on systems without files that have no name: what lies in shared memory while rank 0 is late."""
+    fa_a2a.close()
+    del os.memfd_create
+    before, group = set(segments()), resolve(None)
+    memory = SharedMemory(group, 10.0)
+    modes = []
+    if rank == 0:
+        end = time.monotonic() + 5
+        while len(set(segments()) - before) < size - 1 and time.monotonic() < end:
+            time.sleep(0.005)
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in set(segments()) - before]
+    block = memory.allocate(4096, 10.0)
+    left = len(set(segments()) - before) if rank == 0 else 0
+    group.barrier("looked", 10.0)
+    return modes, left, [int(p.sum()) for p in block.peers], works(rank, size)
+
+
+def test_where_a_name_is_needed_it_is_private_and_gone_once_mapped(fresh_ranks):
+    results = fresh_ranks(2).run(named)
+    assert results[0][0] == [0o600]
+    for _, left, sums, well in results:
+        assert (left, sums, well) == (0, [0, 0], True)
 
 
 def names_during_use(rank, size):
@@ -131,7 +186,7 @@ def test_no_room_to_grow_is_one_error_and_the_calls_that_fit_go_on(ranks):
         for outcome in outcomes:
             assert outcome.error == "WorkspaceError"
             assert "rank 1: [Errno 27]" in outcome.text
-            assert "--shm-size" in outcome.text
+            assert "this process's limits" in outcome.text
             assert outcome.seconds < 5
         assert small
         assert later == ""

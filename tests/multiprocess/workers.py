@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 import fa_a2a
 from fa_a2a import UlyssesAttention
-from fa_a2a.comm.group import resolve
 
 
 def coded(batch: int, seq: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
@@ -72,12 +71,6 @@ def works(rank, size, group=None, exchange="fused", **kind) -> bool:
 def forget(rank, size) -> None:
     """A group as it is before its first call."""
     fa_a2a.close()
-
-
-def own_words(group=None) -> torch.Tensor:
-    """This rank's signal words, as they lie in shared memory."""
-    where = resolve(group)
-    return where.workspace.signals.peers[where.rank].view(torch.int64)
 
 
 def layer(

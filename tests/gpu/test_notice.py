@@ -1,0 +1,74 @@
+"""Waits that end early, and what a wait that fails tells the others. The signal blocks lie in pinned host memory, which
+outlives the CUDA context that the kernel's trap ends; each case runs in a process of its own."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fa4_a2a.signal import TOLD, Failure, Flags, Record, Word
+
+from fa_a2a.layout import Notice, Reason
+
+ROOT = Path(__file__).parents[2]
+_PROGRAM = """
+import json, os, sys, torch
+sys.path[:0] = [{root!r}, {root!r} + "/cute"]
+from fa4_a2a.signal import *
+arguments = json.loads(sys.argv[1])
+signal = load_signal("sm_{{}}{{}}a".format(*torch.cuda.get_device_capability()))
+blocks = torch.zeros(3, BLOCK_WORDS, dtype=torch.int64, pin_memory=True)
+record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
+table = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device="cuda")
+blocks[0, EPOCH] = arguments["epoch"] - (1 if arguments["flags"] & 1 else 0)
+blocks[0, TOLD] = arguments["told"]
+torch.cuda.synchronize()
+signal(table, 0, 3, arguments["word"], arguments["flags"], 5, arguments["deadline_ns"], record.data_ptr())
+try:
+    torch.cuda.synchronize()
+except Exception:
+    pass
+print(json.dumps([record.tolist(), blocks.tolist()]), flush=True)
+os._exit(0)
+"""
+
+
+def wait(word, epoch, told=0, deadline_ns=60 * 10**9):
+    """(record, signal blocks, seconds) of a wait of rank 0 for two peers that never come."""
+    flags = int(Flags.PUBLISH | Flags.WAIT | (Flags.ADVANCE if word is Word.ARRIVED else 0))
+    arguments = {"word": int(word), "epoch": epoch, "told": told, "flags": flags, "deadline_ns": deadline_ns}
+    command = [sys.executable, "-c", _PROGRAM.format(root=str(ROOT)), json.dumps(arguments)]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout, done.stderr
+    return *json.loads(done.stdout), time.monotonic() - began
+
+
+@pytest.mark.parametrize("epoch", [1, 2**32, 2**63 - 1])
+@pytest.mark.parametrize("word", Word)
+def test_a_notice_ends_the_wait_and_is_in_the_record(device, word, epoch):
+    told = Notice(Reason.FAILED, 2, 0, 2 * epoch + word)
+    signed = told.packed() - (1 << 64) if told.packed() >> 63 else told.packed()
+    record, _, seconds = wait(word, epoch, signed)
+    assert (record[Record.CODE], record[Record.WORD]) == (Failure.TOLD, word)
+    assert record[Record.FOUND_FINGERPRINT] == signed
+    assert seconds < 30, "the deadline was a minute away"
+
+
+def test_a_notice_of_a_later_step_leaves_the_wait_alone(device):
+    told = Notice(Reason.FAILED, 2, 0, 2 * 8 + Word.READY)
+    record, _, _ = wait(Word.ARRIVED, 8, told.packed(), deadline_ns=200 * 10**6)
+    assert record[Record.CODE] == Failure.DEADLINE
+
+
+@pytest.mark.parametrize("word", Word)
+def test_a_deadline_is_told_to_every_peer(device, word):
+    record, blocks, _ = wait(word, 8, deadline_ns=50 * 10**6)
+    assert (record[Record.CODE], record[Record.PEER], record[Record.FOUND_FINGERPRINT]) == (Failure.DEADLINE, 1, 0)
+    for block in blocks:
+        notice = Notice.unpacked(block[TOLD])
+        assert (notice.reason, notice.rank, notice.missing) == (Reason.MISSED, 0, 1)
+        # rank 0 has published this step itself: it is the next one that will not come
+        assert notice.step == 2 * 8 + word + 1
