@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "UlyssesAttention": "nn",
     "HeadShards": "ops.functional",
+    "NormRope": "ops.norm_rope",
     "scatter_heads": "ops.functional",
     "attention_gather": "ops.functional",
     "initialize": "lifecycle",
@@ -21,6 +22,7 @@ _HOME = {
 }
 __all__ = [
     "HeadShards",
+    "NormRope",
     "UlyssesAttention",
     "__version__",
     "attention_gather",
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from .lifecycle import close, initialize, memory_bytes
     from .nn import UlyssesAttention
     from .ops.functional import HeadShards, attention_gather, scatter_heads
+    from .ops.norm_rope import NormRope
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The command fa-a2a: sweep, dit, calibrate, audit, exchange, pace, plot, compile, litmus, soak, doctor."""
+"""The command fa-a2a: sweep, dit, calibrate, audit, exchange, pace, kernel, plot, compile, litmus, soak, doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from .bench import audit_options, checks, dit_options, interrupt, pace_options, sweep_options, tools
+from .bench import audit_options, checks, dit_options, interrupt, kernel_options, pace_options, sweep_options, tools
 from .errors import ConfigurationError, FaA2AError
 
 
@@ -51,12 +51,16 @@ def _parser() -> argparse.ArgumentParser:
     pace_options.add(
         commands.add_parser("pace", help="time the persistent attention kernel: builds, orders, paces, release")
     )
+    kernel_options.add(commands.add_parser("kernel", help="time attention alone on one GPU: fa3 beside fa4"))
     plot = commands.add_parser("plot", help="plot the lines of results files")
     plot.add_argument("results", nargs="+", type=Path, help="JSON-lines files")
     plot.add_argument("--out", type=Path, default=Path("sweep.png"))
     plot.add_argument("--readme", type=Path, help="also make the marked tables of this file anew")
     build = commands.add_parser("compile", help="compile the GPU kernels into the cache; needs no GPU")
     build.add_argument("--arch", choices=("sm_90a", "sm_100a"), help="sm_90a or sm_100a; this machine's GPU by default")
+    build.add_argument(
+        "--kernel", choices=("all", "fa4", "fa3"), default="all", help="fa3 needs nvcc; all takes it where nvcc is"
+    )
     build.add_argument("--num-sms", type=int, default=None, help="SMs of that GPU; 132 for sm_90a, 148 for sm_100a")
     litmus = commands.add_parser("litmus", help="memory ordering of stores to a peer: does the fence cover them?")
     litmus.add_argument("--rounds", type=int, default=20000)
@@ -157,6 +161,10 @@ def _exchange(arguments: argparse.Namespace) -> int:
 
 def _pace(arguments: argparse.Namespace) -> int:
     return pace_options.run(arguments)
+
+
+def _kernel(arguments: argparse.Namespace) -> int:
+    return kernel_options.run(arguments)
 
 
 def _litmus(arguments: argparse.Namespace) -> int:

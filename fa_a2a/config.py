@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import ConfigurationError
 
@@ -84,6 +85,19 @@ def problem(name: str) -> str | None:
 def unknown() -> list[str]:
     """Variables of the environment that look like ours and are not."""
     return sorted(name for name in os.environ if name.startswith("FA_A2A_") and name not in _DEFAULTS)
+
+
+def foreign(name: str) -> str | None:
+    """Another program's variable, as CUDA_HOME; None where it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels; fa4_a2a.cache finds the same."""
+    chosen = os.environ.get("FA_A2A_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "fa_a2a"
 
 
 def set_default(name: str, value: str) -> None:

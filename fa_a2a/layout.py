@@ -1,7 +1,8 @@
 """Index algebra of the exchange: who owns what, in which order, and where it lies. No torch, no devices.
 
-Shape suffixes: B batch, S tokens of the whole sequence, s = S/P tokens of one rank, H heads, h = H/P heads of one
-rank, D head dimension, P ranks. Layout of tensors is always (batch, seq, heads, head_dim).
+Shape suffixes: B batch, S tokens of the whole sequence, s tokens of one rank, H heads, h heads of one rank, D head
+dimension, P ranks; s = S/P and h = H/P where they divide, and sharding.py says what they are otherwise. Layout of
+tensors is always (batch, seq, heads, head_dim).
 """
 
 from __future__ import annotations
@@ -12,58 +13,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from .errors import ShapeError
+from .sharding import MAX_RANKS as MAX_RANKS
+from .sharding import ExchangeShape as ExchangeShape
 
 GUARD_BYTES = 1024  # untouched bytes around every buffer of a workspace
 ALIGN_BYTES = 1024  # TMA needs 16; whole 1 KiB steps keep every buffer's swizzle atoms aligned
-MAX_RANKS = 32  # one lane of the signal kernel's warp for each peer
 MAX_TMA_STRIDE_BYTES = 1 << 40  # a tensor map holds strides below 2^40, in multiples of 16 bytes
-
-
-@dataclass(frozen=True)
-class ExchangeShape:
-    """Shape of one call, the same on every rank. `seq_len` and `num_heads` count the whole sequence and all heads."""
-
-    batch: int
-    seq_len: int
-    num_heads: int
-    head_dim: int
-    num_ranks: int
-    itemsize: int
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "seq_len", "num_heads", "head_dim", "num_ranks", "itemsize"):
-            if getattr(self, name) < 1:
-                raise ShapeError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_ranks > MAX_RANKS:
-            raise ShapeError(f"a group has at most {MAX_RANKS} ranks, got {self.num_ranks}")
-        if self.seq_len % self.num_ranks:
-            raise ShapeError(
-                f"the sequence must divide evenly over the ranks: {self.seq_len} tokens over {self.num_ranks} ranks; "
-                "pad the sequence to a multiple"
-            )
-        if self.num_heads % self.num_ranks:
-            raise ShapeError(
-                f"the heads must divide evenly over the ranks: {self.num_heads} heads over {self.num_ranks} ranks; "
-                "use a number of ranks that divides the heads"
-            )
-
-    @property
-    def local_seq(self) -> int:
-        return self.seq_len // self.num_ranks
-
-    @property
-    def local_heads(self) -> int:
-        return self.num_heads // self.num_ranks
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of one of Q, K, V or O on one rank, head-sharded or sequence-sharded alike."""
-        return self.batch * self.seq_len * self.local_heads * self.head_dim * self.itemsize
-
-    @property
-    def lse_bytes(self) -> int:
-        return self.batch * self.num_heads * self.local_seq * 4
 
 
 def chunk_owners(rank: int, positions: Sequence[int], world: int) -> tuple[int, ...]:
@@ -140,7 +95,9 @@ TOLD_WORD = 1  # 0, or a Notice: of the rank that wrote last, if several did
 ARRIVED_WORD = 32
 FINGERPRINT_WORD = 64
 READY_WORD = 96
-SIGNAL_WORDS = 128
+PARTS_WORD = 128
+MAX_PARTS = 8  # of one rank's q, k, v, where they arrive part by part
+SIGNAL_WORDS = PARTS_WORD + MAX_RANKS * MAX_PARTS
 SIGNAL_BYTES = SIGNAL_WORDS * 8
 
 
@@ -197,22 +154,30 @@ BUFFER_NAMES = ("q", "k", "v", "o", "lse")
 
 @dataclass(frozen=True)
 class WorkspaceMap:
-    """Byte map of a workspace's symmetric data block: guard, Q, guard, K, guard, V, guard, O, guard, LSE, guard."""
+    """Byte map of a workspace's symmetric data block: guard, Q, guard, K, guard, V, guard, O, guard, LSE, guard.
+
+    Every rank has the same map: capacities are those of the rank that needs most. Q and O take `tensor_bytes`, K and V,
+    which have fewer heads in grouped-query attention, `kv_bytes`.
+    """
 
     tensor_bytes: int = 0
+    kv_bytes: int = 0
     lse_bytes: int = 0
 
     def grown(self, shape: ExchangeShape) -> WorkspaceMap:
         """The smallest map that holds this one's buffers and `shape`'s."""
         return WorkspaceMap(
-            max(self.tensor_bytes, aligned(shape.tensor_bytes)), max(self.lse_bytes, aligned(shape.lse_bytes))
+            max(self.tensor_bytes, aligned(shape.tensor_bytes)),
+            max(self.kv_bytes, aligned(shape.kv_bytes)),
+            max(self.lse_bytes, aligned(shape.lse_bytes)),
         )
 
     def capacity(self, name: str) -> int:
-        return self.lse_bytes if name == "lse" else self.tensor_bytes
+        return {"lse": self.lse_bytes, "k": self.kv_bytes, "v": self.kv_bytes}.get(name, self.tensor_bytes)
 
     def offset(self, name: str) -> int:
-        return GUARD_BYTES + BUFFER_NAMES.index(name) * (self.tensor_bytes + GUARD_BYTES)
+        before = BUFFER_NAMES[: BUFFER_NAMES.index(name)]
+        return GUARD_BYTES + sum(self.capacity(other) + GUARD_BYTES for other in before)
 
     def guards(self) -> tuple[tuple[int, int], ...]:
         """(offset, bytes) of every guard region."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from .comm.group import Group, resolve
-from .errors import FaA2AError, UnsupportedError
 from .ops import schema
 from .ops.functional import deadline, find_plan, whole_layer
+from .ops.norm_rope import NormRope
+from .ops.options import PLAIN, Options
 from .ops.plan import Plan, check_choices
 
 if TYPE_CHECKING:
@@ -23,9 +25,10 @@ class UlyssesAttention(torch.nn.Module):
 
     group: a ProcessGroup, a one-dimensional DeviceMesh (an axis of a larger one), or None for the default group, looked
         up at the first call; the module may be built before torch.distributed is initialised.
-    kernel: "auto", "fa4", "torch" or "cpu": which attention. exchange: "auto", "fused" (the kernel stores its output
-        into the owners' memory) or "collective" (torch.distributed). "auto" may fall back and logs the reason once;
-        a name never falls back.
+    kernel: "auto", "fa4", "fa3", "torch" or "cpu": which attention. exchange: "auto", "overlapped" (one kernel for the
+        layer: it also sends q, k, v, and computes on what is here while the rest comes), "fused" (the kernel stores its
+        output into the owners' memory) or "collective" (torch.distributed). "auto" may fall back and logs the reason
+        once; a name never falls back.
     copy: return an ordinary tensor. False returns a view of the workspace where the path has one: valid until the next
         call on the same group, by whichever module.
     timeout_s: deadline for the peers in seconds, FA_A2A_TIMEOUT_S or 30 by default.
@@ -65,34 +68,54 @@ class UlyssesAttention(torch.nn.Module):
         v_BsHD: torch.Tensor,
         scale: float | None = None,
         causal: bool = False,
-        key_lengths: torch.Tensor | None = None,
-        shard_sizes: list[int] | None = None,
+        key_lengths: torch.Tensor | Sequence[int] | None = None,
+        shard_sizes: Sequence[int] | None = None,
         replicated_text: int | None = None,
         return_lse: bool = False,
+        whole_kv: bool = False,
+        norm_rope: NormRope | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """q, k, v: (batch, seq/P, heads, head_dim), this rank's tokens of all heads, the same shape on every rank.
+        """q, k, v: (batch, rows, heads, head_dim), this rank's tokens of all heads. The rows are seq/P, or as
+        shard_sizes says. k and v may have fewer heads, by a factor (grouped-query attention), and heads need not divide
+        by P: some ranks then compute one more.
 
-        scale: factor of the scores, head_dim**-0.5 by default. return_lse: also return the log-sum-exp
-        (batch, heads, seq/P) float32. causal, key_lengths, shard_sizes and replicated_text are not carried out yet and
-        must be left alone. Returns (batch, seq/P, heads, head_dim). Raises like `scatter_heads`.
+        scale: factor of the scores, head_dim**-0.5 by default.
+        causal: token i of the whole sequence sees tokens 0 to i.
+        key_lengths: the keys of each batch entry that take part, counted from the beginning of the whole sequence; for
+            keys padded at the end. A list or an integer tensor (a GPU's is read by the host, which waits for it).
+        shard_sizes: tokens of each rank, in rank order, for shards that are not equal, such as torch.tensor_split's.
+        replicated_text: q, k and v begin (n > 0) or end (n < 0) with |n| rows of text that every rank holds, beside its
+            own tokens (joint attention). They count once in the sequence, and out has them on every rank.
+        return_lse: also return the log-sum-exp (batch, heads, rows) float32.
+        whole_kv: k and v are the whole ones on every rank (cross-attention). Nothing is exchanged; q may have any rows.
+        norm_rope: fa_a2a.NormRope: RMS-norm and rotary embedding of q and k. The kernel of the fused exchange applies
+            them as it stores (equal shards), else torch operations do; the overlapped exchange takes none.
+        Returns (batch, rows, heads, head_dim). Raises like `scatter_heads`.
         """
-        refused = _refused(causal, key_lengths, shard_sizes, replicated_text)
         if torch.compiler.is_compiling():
-            if refused is not None:
-                raise refused
+            if norm_rope is not None:  # for the compiler to fuse
+                norm_rope.check(q_BsHD)
+                q_BsHD, k_BsHD = norm_rope.applied(q_BsHD, k_BsHD)
+            lengths = key_lengths
+            if lengths is not None and not isinstance(lengths, torch.Tensor):
+                lengths = torch.tensor(lengths)
             factor = q_BsHD.shape[-1] ** -0.5 if scale is None else scale
             both: tuple[torch.Tensor, torch.Tensor] = schema.ulysses_attention(
-                q_BsHD, k_BsHD, v_BsHD, self._name(), self.kernel, self.exchange, factor, return_lse, self.timeout_s
+                *(q_BsHD, k_BsHD, v_BsHD, self._name(), self.kernel, self.exchange, factor, return_lse, self.timeout_s),
+                *(causal, lengths, shard_sizes, replicated_text, whole_kv),
             )
             out, lse = both
             return (out, lse) if return_lse else out
-        group, seconds = self._resolve(), self.timeout_s
+        group, seconds, options = self._resolve(), self.timeout_s, PLAIN
+        absent = key_lengths is None and shard_sizes is None and replicated_text is None
+        if causal or whole_kv or norm_rope is not None or not absent:
+            options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv, norm_rope)
         plan = find_plan(
-            group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, self.kernel, self.exchange, seconds, refused=refused
+            group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, self.kernel, self.exchange, seconds, False, options
         )
         if self.last_plan is not plan:
             self.last_plan = plan
-        result, lse_or_none = whole_layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds)
+        result, lse_or_none = whole_layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds, norm_rope)
         if return_lse:
             assert lse_or_none is not None
             return result, lse_or_none
@@ -111,14 +134,3 @@ class UlyssesAttention(torch.nn.Module):
         copied.train(self.training)
         memo[id(self)] = copied
         return copied
-
-
-def _refused(
-    causal: bool, key_lengths: torch.Tensor | None, shard_sizes: list[int] | None, replicated_text: int | None
-) -> FaA2AError | None:
-    """The error for an option that is not carried out yet. Told to the peers before it is raised."""
-    options = {"causal": causal or None, "key_lengths": key_lengths, "shard_sizes": shard_sizes}
-    for name, value in (options | {"replicated_text": replicated_text}).items():
-        if value is not None:
-            return UnsupportedError(f"{name} is not supported yet: full attention over equal shards only; leave it out")
-    return None

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from .forward import FORWARD_TILES, load_forward
 from .litmus import VARIANTS, load_litmus
+from .overlap import ARCHS as OVERLAP_ARCHS
+from .overlap import HEAD_DIM as OVERLAP_HEAD_DIM
+from .overlap import load_overlap
 from .persistent import Build, load_persistent, persistent_tile
 from .scatter import load_scatter
+from .scatter_unequal import load_unequal
 from .signal import load_signal
 
 NUM_SMS = {"sm_90a": 132, "sm_100a": 148}  # H100/H200 SXM, B200
@@ -39,10 +44,14 @@ def build_all(
         tile = FORWARD_TILES[arch, head_dim][0]
         for dtype in dtypes:
             jobs.append((f"scatter {arch} D={head_dim} {dtype}", lambda d=head_dim, t=dtype: load_scatter(d, t, arch)))
+            jobs.append((f"scatter {arch} D={head_dim} {dtype} unequal", partial(load_unequal, head_dim, dtype, arch)))
             for lse in with_lse:
                 name = f"forward {arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
                 jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_forward(d, t, arch, sms, with_lse=x)))
                 jobs.append(_persistent(arch, sms, head_dim, dtype, lse))
+                if arch in OVERLAP_ARCHS and head_dim == OVERLAP_HEAD_DIM:
+                    name = f"overlapped layer {arch} D={head_dim} {dtype}{' lse' if lse else ''}"
+                    jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_overlap(d, t, arch, sms, with_lse=x)))
     if litmus:
         jobs += [(f"litmus {variant} {arch}", lambda v=variant: load_litmus(arch, v)) for variant in VARIANTS]
     done = []

@@ -21,6 +21,8 @@ class Tile(NamedTuple):
 FORWARD_TILES: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("sm_90a", 128): (Tile(128, 160), Tile(128, 176), Tile(128, 144), Tile(128, 128)),
     ("sm_90a", 64): (Tile(192, 128), Tile(128, 128)),
+    ("sm_90a", 96): (Tile(192, 144),),
+    ("sm_90a", 256): (Tile(128, 80),),
     ("sm_100a", 128): (Tile(128, 128),),
     ("sm_100a", 64): (Tile(128, 128),),
 }
@@ -54,6 +56,7 @@ def load_forward(
     tile: tuple[int, int] | None = None,
     with_lse: bool = False,
     heads_per_kv: int = 1,
+    causal: bool = False,
 ) -> Callable[..., None]:
     """A callable (q, k, v, o, lse, scale) on torch's current stream.
 
@@ -62,18 +65,23 @@ def load_forward(
     mode is contiguous, all other strides are multiples of 8 elements, addresses of 16 bytes. At least one tensor must
     be torch's own: the stream is taken from it. The launch checks types and extents and raises on a mismatch.
     num_sms bounds sm_100's persistent grid; sm_90 launches one CTA per tile and ignores it.
+    causal (sm_90a): the last row sees all keys, each row before it one key less.
     """
     chosen = forward_tile(head_dim, arch, tile)
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
     key = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "tile": list(chosen)}
     key |= {"with_lse": with_lse, "heads_per_kv": heads_per_kv}
+    if causal:
+        if arch != "sm_90a":
+            raise ValueError(f"causal attention is built for sm_90a, not {arch}")
+        key["causal"] = True
     if arch == "sm_100a":
         key["num_sms"] = num_sms
 
     def build() -> Any:
         from .forward_kernels import compile_forward
 
-        return compile_forward(head_dim, dtype, arch, num_sms, chosen, with_lse, heads_per_kv)
+        return compile_forward(head_dim, dtype, arch, num_sms, chosen, with_lse, heads_per_kv, causal)
 
     return load_or_compile(f"forward-{arch}-d{head_dim}-{dtype}", key, build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -34,7 +35,7 @@ class DenseForward:
 
 
 def compile_forward(
-    head_dim: int, dtype: str, arch: str, num_sms: int, tile: Tile, with_lse: bool, heads_per_kv: int
+    head_dim: int, dtype: str, arch: str, num_sms: int, tile: Tile, with_lse: bool, heads_per_kv: int, causal: bool
 ) -> Any:
     chunks, rows, keys, heads = (cute.sym_int32() for _ in range(4))  # shared: the launch compares equal extents
     heads_kv = heads if heads_per_kv == 1 else cute.sym_int32()
@@ -45,18 +46,20 @@ def compile_forward(
     if with_lse:
         strides = (cute.sym_int64(), cute.sym_int64(), 1)
         lse = make_fake_tensor(Float32, (chunks, heads, rows), strides, assumed_align=4)
-    make = {"sm_90a": _sm90, "sm_100a": _sm100}[arch]
+    make = {"sm_90a": partial(_sm90, causal=causal), "sm_100a": _sm100}[arch]
     kernel = lambda: DenseForward(make(element, head_dim, tile, heads_per_kv, num_sms), arch)
     return compile_for(arch, kernel, q, k, v, o, lse, Float32(1.0))
 
 
-def _sm90(element: Any, head_dim: int, tile: Tile, heads_per_kv: int, num_sms: int) -> FlashAttentionForwardSm90:
+def _sm90(
+    element: Any, head_dim: int, tile: Tile, heads_per_kv: int, num_sms: int, causal: bool
+) -> FlashAttentionForwardSm90:
     return FlashAttentionForwardSm90(
         element,
         head_dim,
         head_dim,
         heads_per_kv,
-        is_causal=False,
+        is_causal=causal,
         is_local=False,
         pack_gqa=False,
         tile_m=tile.rows,
@@ -65,7 +68,7 @@ def _sm90(element: Any, head_dim: int, tile: Tile, heads_per_kv: int, num_sms: i
         num_threads=(tile.rows // 64 + 1) * 128,
         Q_in_regs=False,
         intra_wg_overlap=True,
-        mma_pv_is_rs=True,
+        mma_pv_is_rs=head_dim != 96,  # upstream's choice: P in registers spills beside 192 rows of 96
     )
 
 

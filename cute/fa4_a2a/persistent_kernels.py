@@ -89,8 +89,12 @@ class PersistentForward(Steps, FlashAttentionForwardSm90):
         at = next(i for i, a in enumerate(changed) if a is SingleTileScheduler)
         slices = self.make_slices(layout_utils.select(assume_tensor_aligned(o), [1, 3, 2, 0]))
         params = Params.create(changed[at - 1], order, pace_ns, Int32(o.shape[1]), slices, stamps, release)
-        changed[at - 1], changed[at] = params, TileOrder
+        changed[at - 1], changed[at] = self.schedule(params)
         return Launch(super().kernel(*changed), (cutlass.min(num_sms, params.tiles), Int32(1), Int32(1)))
+
+    def schedule(self, params: Params) -> tuple[Params, type[TileOrder]]:
+        """What rides in the scheduler's params, and the scheduler."""
+        return params, TileOrder
 
     @cute.jit
     def mma(self, *arguments):

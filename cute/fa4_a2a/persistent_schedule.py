@@ -119,7 +119,11 @@ def locate(params: Params, tile: Int32):
 
 def scheduler(arguments: Any) -> Any:
     """What makes a TileOrder, among the arguments that upstream's kernel hands to `load` and `mma`."""
-    return next(a for a in arguments if isinstance(a, partial) and a.func == TileOrder.create)
+    return next(a for a in arguments if isinstance(a, partial) and _is_order(getattr(a.func, "__self__", None)))
+
+
+def _is_order(maker: Any) -> bool:
+    return isinstance(maker, type) and issubclass(maker, TileOrder)
 
 
 class Launch:

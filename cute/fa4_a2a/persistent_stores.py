@@ -184,6 +184,11 @@ class Stores:
             self.stamp(Stamp.READ, params, place)
             if work.is_valid_tile:
                 self.arrive_empty()
+        self.finish(params)
+
+    @cute.jit
+    def finish(self, params: Params):
+        """The end of the storing warp's work."""
         if const_expr(self.build.release):
             publish(params.release)
 

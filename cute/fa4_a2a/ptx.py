@@ -51,6 +51,12 @@ def load_relaxed_sys(address: Int64, *, loc: Any = None, ip: Any = None) -> Int6
 
 
 @dsl_user_op
+def load_weak(address: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
+    """An ordinary load."""
+    return Int64(_asm(T.i64(), [_i64(address, loc, ip)], "ld.global.u64 $0, [$1];", "=l,l", loc, ip))
+
+
+@dsl_user_op
 def store_relaxed_sys(address: Int64, value: Int64, *, loc: Any = None, ip: Any = None) -> None:
     _asm(None, [_i64(address, loc, ip), _i64(value, loc, ip)], "st.relaxed.sys.global.u64 [$0], $1;", "l,l", loc, ip)
 
@@ -87,7 +93,8 @@ def fence_proxy_async_shared(*, loc: Any = None, ip: Any = None) -> None:
 
 @dsl_user_op
 def fence_proxy_async(*, loc: Any = None, ip: Any = None) -> None:
-    """What this thread has acquired is visible to bulk copies that it starts after it, in all memory."""
+    """What this thread has acquired, and what it wrote, is visible to bulk copies that it starts after it, in all
+    memory."""
     _asm(None, [], "fence.proxy.async;", "", loc, ip)
 
 

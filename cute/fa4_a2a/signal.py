@@ -6,9 +6,12 @@ A rank's signal block is BLOCK_WORDS u64 words in symmetric memory, zero at the 
     EPOCH            0      this rank (ADVANCE)               this rank                  its own call counter
     TOLD             1      any rank that makes no further    this rank, WAIT            a notice, packed; 0 for none
                             step, its host or its kernel
-    ARRIVED + src   32..    rank src, PUBLISH of ARRIVED      this rank, WAIT            src's q, k, v of that call are
-    here FINGERPRINT + src 64..  rank src, before ARRIVED          this rank, after ARRIVED   src's configuration
+    ARRIVED + src   32..    rank src, PUBLISH of ARRIVED      this rank, WAIT            src's q, k, v are here, or src
+                                                                                       sends them (overlap.py)
+    FINGERPRINT+src 64..    rank src, before ARRIVED          this rank, after ARRIVED   src's configuration
     READY + src     96..    rank src, PUBLISH of READY        this rank, WAIT            src's part of my output is here
+    PARTS + 8*src   128..   rank src, overlap_send.py         this rank, overlap_wait.py part i of src's q, k, v is here
+          + i
 
 The other words are unused. A notice: a reason (Told) in bits 0 and 1, the rank that gives it in 8 to 15, the rank it
 missed in 16 to 23, and from 24 on the low 40 bits of the first step it will not make, a step being 2 * epoch + Word.
@@ -26,7 +29,8 @@ from .cache import load_or_compile
 
 MAX_RANKS = 32
 EPOCH, TOLD, ARRIVED, FINGERPRINT, READY = 0, 1, 32, 64, 96  # word offsets
-BLOCK_WORDS = 128
+PARTS, MAX_PARTS = 128, 8  # of an exchange that arrives part by part, see overlap.py
+BLOCK_WORDS = PARTS + MAX_RANKS * MAX_PARTS
 BLOCK_BYTES = 8 * BLOCK_WORDS
 RECORD_WORDS = 8  # int64
 

@@ -1,7 +1,8 @@
 """The whole layer: q, k, v (B, s, H, D) on every rank until out (B, s, H, D) is complete there, with both exchanges.
 
 Methods:
-  fa_a2a        UlyssesAttention with the fused exchange
+  fa_a2a        UlyssesAttention with the fused exchange: a kernel for the exchange before attention, then attention
+  overlapped    UlyssesAttention with the overlapped exchange: one kernel
   nccl          q, k and v exchanged one by one, the same kernel, an all-to-all, a permute; between CPUs gloo moves it
   nccl_packed   q, k, v into one buffer by one copy, an all-to-all, a permute, the same kernel, an all-to-all, a permute
   symm_mem      torch's copies into the peers' symmetric memory, a barrier, the same kernel, copies back, a barrier

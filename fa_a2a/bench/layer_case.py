@@ -23,13 +23,15 @@ _AGREE_S = 300.0
 
 @dataclass(frozen=True)
 class Way:
-    """One way through the layer. held_bytes: buffers that it keeps between calls; exact: bitwise equal to nccl."""
+    """One way through the layer. held_bytes: buffers that it keeps between calls; exact: bitwise equal to `want`, by
+    default to nccl."""
 
     call: Call
     kernel: str
     transport: str
     held_bytes: int = 0
     exact: bool = True
+    want: torch.Tensor | None = None
 
 
 class Layer:
@@ -65,7 +67,8 @@ class Layer:
         """One call on a poisoned output against the reference; raises on every rank where one rank's differs."""
         call().fill_(float("nan"))
         got = call()
-        good = torch.equal(got, self.want) if way.exact else self.close_to_reference(got)
+        want = self.want if way.want is None else way.want
+        good = torch.equal(got, want) if way.exact else self.close_to_reference(got)
         bad = torch.tensor([int(not good)], device=self.device)
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bad.item():

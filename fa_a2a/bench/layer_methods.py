@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import UnsupportedError
 from ..nn import UlyssesAttention
-from ..ops import serial
+from ..ops import overlap, serial
 from .layer_case import Layer, Way
 
 _DIFFUSERS_KERNELS = {"cuda": ("flash", "_native_cudnn", "_native_flash", "native"), "cpu": ("native",)}
@@ -20,7 +20,7 @@ _DIFFUSERS_KERNELS = {"cuda": ("flash", "_native_cudnn", "_native_flash", "nativ
 def ways(layer: Layer, names: tuple[str, ...]) -> tuple[dict[str, Way], dict[str, str]]:
     """fa_a2a, nccl, and those of `names` that every rank can take; and why the others are left out."""
     found, skipped = {"fa_a2a": _fused(layer), "nccl": _separate(layer)}, {}
-    makers = {"nccl_packed": _packed, "symm_mem": _symmetric_memory, "diffusers": _diffusers}
+    makers = {"overlapped": _overlapped, "nccl_packed": _packed, "symm_mem": _symmetric_memory, "diffusers": _diffusers}
     for name in (name for name in makers if name in names):
         try:
             found[name], reason = makers[name](layer), ""
@@ -57,6 +57,22 @@ def _fused(layer: Layer) -> Way:
     workspace = layer.group.workspace
     assert workspace is not None
     return Way(call, layer.case.kernel, workspace.memory.name, workspace.allocated_bytes)
+
+
+def _overlapped(layer: Layer) -> Way:
+    """One kernel for the layer. Compared with the separate exchanges and the kernel on keys in the order it takes."""
+    attention, q, k, v = UlyssesAttention(kernel=layer.case.kernel, exchange="overlapped"), layer.q, layer.k, layer.v
+
+    def call() -> torch.Tensor:
+        out = attention(q, k, v)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    call()
+    workspace = layer.group.workspace
+    assert workspace is not None
+    want = overlap.serial_form(q, k, v, layer.plan, workspace)[0]
+    return Way(call, layer.case.kernel, workspace.memory.name, workspace.allocated_bytes, want=want)
 
 
 def _separate(layer: Layer) -> Way:

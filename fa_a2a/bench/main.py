@@ -56,16 +56,28 @@ def rows_by_ranks(rows: list[Row], counts: list[int], chosen_heads: bool) -> dic
         fitting = [row for row in rows if row.num_heads % count == 0]
         found[count] = rows if chosen_heads or not fitting else fitting
         for row in found[count]:
-            ExchangeShape(row.batch, row.seq_len, row.num_heads, row.head_dim, count, 1)
+            _check_equal(row, count)
     return found
+
+
+def _check_equal(row: Row, count: int) -> None:
+    """What is compared has equal parts: the bench's own exchanges and views know no others."""
+    for what, number, way in (
+        ("tokens", row.seq_len, "pad the sequence"),
+        ("heads", row.num_heads, "use a number of ranks that divides the heads"),
+    ):
+        if number % count:
+            raise ShapeError(f"the commands measure equal shards: {number} {what} over {count} ranks; {way}")
+    ExchangeShape(row.batch, row.seq_len, row.num_heads, row.head_dim, count, 1)
 
 
 def cases(options: argparse.Namespace, kind: str) -> list[Case]:
     """The sweep's rows. Raises ConfigurationError for options that no row can have."""
     gpu = kind == "cuda"
     kernel = options.kernel if options.kernel != "auto" else ("fa4" if gpu else "cpu")
-    if kernel not in ("fa4", "cpu"):
-        raise ConfigurationError(f"--kernel must be auto, or fa4 or cpu, which store to their peers; got {kernel!r}")
+    if kernel not in ("fa4", "fa3", "cpu"):
+        rule = "--kernel must be auto, or fa4, fa3 or cpu, which store to their peers"
+        raise ConfigurationError(f"{rule}; got {kernel!r}")
     if (kernel == "cpu") == gpu:
         raise ConfigurationError(f"kernel {kernel!r} does not run on device {kind!r}; leave one of the two options out")
     for name in ("batch", "rounds", "head_dim"):

@@ -12,6 +12,7 @@ from typing import Any
 from .. import config
 from ..errors import ConfigurationError
 from .record import content_hash
+from .support import SUPPORT
 
 Lines = list[dict[str, Any]]
 
@@ -22,7 +23,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def _mark(line: dict[str, Any]) -> str:
     """A dagger for a figure whose sources have changed since it was measured."""
-    return "" if line.get("content_hash") == content_hash(line["kind"]) else "†"
+    return "" if line.get("content_hash") == content_hash(line["kind"], line.get("kernel")) else "†"
 
 
 def _footnote(table: str) -> str:
@@ -65,18 +66,18 @@ def layer_table(lines: Lines) -> str:
             dates[key], runs[key] = x["date"], {}
         if dates[key] == x["date"]:
             runs.setdefault(key, {})[x["method"]] = x
-    methods = ("attention", "fa_a2a", "nccl_packed", "nccl", "symm_mem", "diffusers")
+    methods = ("attention", "overlapped", "fa_a2a", "nccl_packed", "nccl", "symm_mem", "diffusers")
     header = ["P", "S", "H", "mode", *methods, "/ attention", "over packed", "host"]
     rows = []
     for (ranks, heads, seq_len, mode), run in sorted(runs.items()):
-        ours, packed = run["fa_a2a"], run.get("nccl_packed")
+        ours, packed = run.get("overlapped", run["fa_a2a"]), run.get("nccl_packed")
         rows.append(
             [
                 f"{ranks}{_mark(ours)}",
                 *(str(seq_len), str(heads), mode),
                 *(f"{run[name]['ready_us']:.1f}" if name in run else "-" for name in methods),
                 f"{ours['vs_attention']:.2f}",
-                f"{packed['vs_fa_a2a']:.2f}" if packed else "-",
+                f"{packed['ready_us'] / ours['ready_us']:.2f}" if packed else "-",
                 f"{ours['host_us']:.1f}",
             ]
         )
@@ -133,11 +134,18 @@ def environment_table(lines: Lines) -> str:
     return _table(["variable", "default", "meaning"], rows)
 
 
+def support_list(lines: Lines) -> str:
+    paths = dict.fromkeys(x.gpu for x in SUPPORT)
+    found = [f"*{path}*: {'; '.join(x.what for x in SUPPORT if x.gpu == path)}." for path in paths]
+    return "Shapes, also combined, and with LSE. " + " ".join(found)
+
+
 TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
     "layer": layer_table,
     "dit": dit_table,
     "litmus": litmus_table,
+    "support": support_list,
     "environment": environment_table,
 }
 

@@ -15,14 +15,25 @@ from typing import Any
 import torch
 
 from .. import config
+from ..native.build import source_hash
 from .sources import code_of
 
 _PACKAGE = Path(__file__).parents[1]
-_PACKAGES = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "nvshmem4py-cu13", "triton", "diffusers")
+_PACKAGES = (
+    "torch",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass",
+    "quack-kernels",
+    "nvshmem4py-cu13",
+    "triton",
+    "diffusers",
+)
 
 
 _SIGNAL = (
     "layout.py",
+    "sharding.py",
     "comm/nvshmem*.py",
     "comm/workspace.py",
     "fa4_a2a/signal*.py",
@@ -31,6 +42,7 @@ _SIGNAL = (
 )
 _ATTENTION = (
     "ops/kernels.py",
+    "ops/pieces.py",
     "ops/fused.py",
     "ops/serial.py",
     "ops/fa4.py",
@@ -44,15 +56,19 @@ _LAYER = (
     "nn.py",
     "ops/functional.py",
     "ops/layer.py",
+    "ops/overlap*.py",
     "ops/pace.py",
     "ops/scatter.py",
+    "xstage/overlap.py",
     "fa4_a2a/forward*.py",
+    "fa4_a2a/overlap*.py",
     "fa4_a2a/persistent*.py",
     "fa4_a2a/scatter*.py",
 )
 _FILES = {  # what the figures of a kind of line depend on
     "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
+    "kernel": ("ops/kernels.py", "ops/fa4.py", "fa4_a2a/forward*.py"),
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
     "soak": ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"),
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
@@ -62,12 +78,14 @@ _FILES = {  # what the figures of a kind of line depend on
 }
 
 
-def content_hash(kind: str) -> str:
+def content_hash(kind: str, kernel: str | None = None) -> str:
     """Hash of the code that a figure of this kind depends on, words left out. A line with another one is stale.
 
-    Of a kind that is not listed: everything in comm, ops and the kernels.
+    Of a kind that is not listed: everything in comm, ops and the kernels. Of lines of kernel fa3 also its own sources.
     """
-    patterns = _FILES.get(kind, ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"))
+    patterns = _FILES.get(kind, ("layout.py", "sharding.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"))
+    if kernel == "fa3":
+        patterns += ("ops/fa3.py", "native/*.py")
     spec = importlib.util.find_spec("fa4_a2a")
     kernels = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
     digest = hashlib.sha256()
@@ -76,10 +94,12 @@ def content_hash(kind: str) -> str:
         root = _PACKAGE if ours else kernels
         for file in sorted(root.glob(pattern.removeprefix("fa4_a2a/"))) if root else ():
             digest.update(f"{'' if ours else 'fa4_a2a/'}{file.name}\n".encode() + code_of(file))
+    if kernel == "fa3":
+        digest.update(source_hash().encode())
     return digest.hexdigest()[:16]
 
 
-def environment(kind: str, device: torch.device, world_size: int) -> dict[str, Any]:
+def environment(kind: str, device: torch.device, world_size: int, kernel: str | None = None) -> dict[str, Any]:
     """Fields of every line: kind, device, world size, date, git revision, versions and content hash."""
     return {
         "kind": kind,
@@ -87,7 +107,7 @@ def environment(kind: str, device: torch.device, world_size: int) -> dict[str, A
         "world_size": world_size,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "git": _git_revision(),
-        "content_hash": content_hash(kind),
+        "content_hash": content_hash(kind, kernel),
         "versions": _versions(device),
     }
 

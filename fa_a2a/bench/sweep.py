@@ -169,7 +169,7 @@ def _line(
     fields = asdict(case)
     fields |= {"kernel": plan.kernel, "exchange": plan.exchange, "local_heads": plan.shape.local_heads}
     return {
-        **environment("sweep", device, group.size),
+        **environment("sweep", device, group.size, plan.kernel),
         **fields,
         "fa_only_tile": alone.removeprefix("fa_only_") if alone != "fa_only" else "default",
         "fa_only_us": _us(alone_us),

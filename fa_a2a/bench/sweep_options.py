@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from . import checks
 
-LAYER_METHODS = ("nccl_packed", "symm_mem", "diffusers")
+LAYER_METHODS = ("overlapped", "nccl_packed", "symm_mem", "diffusers")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, help="128, on CPUs 64")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16, on CPUs float32")
-    parser.add_argument("--kernel", default="auto", help="fa4 or cpu; auto takes what this machine runs best")
+    parser.add_argument("--kernel", default="auto", help="fa4, fa3 or cpu; auto takes what this machine runs best")
     parser.add_argument("--rounds", type=int, help="timed rounds; 12, on CPUs 3")
     parser.add_argument(
         "--profile", help="platform profile for the prediction: name or JSON file; the one of this device and ranks"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, UnsupportedError
+from ..native import build as native
 from . import checks
 
 
@@ -49,6 +51,16 @@ def build(arguments: argparse.Namespace) -> int:
         if not torch.cuda.is_available():
             raise ConfigurationError("no GPU to compile for is visible; name one with --arch sm_90a or --arch sm_100a")
         arch = "sm_{}{}a".format(*torch.cuda.get_device_capability())
+    if arguments.kernel != "fa3":
+        _build_fa4(arch, num_sms)
+    if arguments.kernel == "fa3" or (arguments.kernel == "all" and arch == native.ARCH):
+        _build_fa3(arch, required=arguments.kernel == "fa3")
+    return 0
+
+
+def _build_fa4(arch: str, num_sms: int | None) -> None:
+    import torch
+
     if num_sms is None and torch.cuda.is_available():
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     try:
@@ -66,4 +78,18 @@ def build(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"the kernel cache {cache.cache_dir()}: {error}; {way_out}") from error
     except ImportError as error:
         raise ConfigurationError(f"the CuTe DSL is not usable ({error}); pip install 'fa_a2a[kernels]'") from error
-    return 0
+
+
+def _build_fa3(arch: str, required: bool) -> None:
+    """One object for each head dimension and dtype. Where it cannot be compiled and is not required, says why."""
+    if arch != native.ARCH:
+        raise ConfigurationError(f"kernel fa3 is for {native.ARCH}, got --arch {arch}; leave --kernel fa3 out")
+    for variant in (native.Variant(d, t) for d in native.TILES for t in ("bfloat16", "float16")):
+        if (trouble := native.problem(variant)) is not None:
+            if required:
+                raise UnsupportedError(trouble)
+            print(f"  left out: {trouble}", flush=True)
+            return
+        begin = time.perf_counter()
+        native.build(variant)
+        print(f"{time.perf_counter() - begin:6.1f} s  {variant.name}", flush=True)

@@ -6,6 +6,9 @@ Why one buffer of each is enough (call n on this rank; `arrived` and `ready` are
   attention  starts after acquiring arrived >= n from every peer. An owner published that after its last use of O of
              call n-1 in stream order, so O may be overwritten.
   ready      is published when the attention kernel has ended, and acquired from every peer before O is read.
+The overlapped form does all of it in one kernel. arrived = n then says that a rank has begun call n; its q, k, v follow
+part by part, each with a word of its own. A tile for an owner is stored after that owner's queries were acquired, which
+it sent in call n, behind its last use of O of call n-1: the same argument with those words in the place of arrived.
 A rank that can make no further step says so in a word beside these (Notice in layout.py), which waits look at; without
 it they would end at their deadlines only.
 """
@@ -154,15 +157,20 @@ class Workspace:
         return self.block.peers[rank][start : start + numel * dtype.itemsize].view(dtype).view(shape)
 
     def head_sharded(self, name: str, rank: int, shape: ExchangeShape, dtype: torch.dtype) -> torch.Tensor:
-        """`rank`'s Q, K or V as (batch, S, h, D). Q's rows are in `rank`'s chunk order."""
-        return self._view(name, rank, (shape.batch, shape.seq_len, shape.local_heads, shape.head_dim), dtype)
+        """`rank`'s Q as (batch, P * s, h, D), s rows for each chunk, in `rank`'s chunk order, behind a shorter shard
+        rows without meaning; or its K or V as (batch, S, h_kv, D), in the order of the sequence."""
+        if name == "q":
+            rows, heads = shape.num_ranks * shape.local_seq, shape.head_ranges[rank]
+        else:
+            rows, heads = shape.seq_len, shape.kv_ranges[rank]
+        return self._view(name, rank, (shape.batch, rows, len(heads), shape.head_dim), dtype)
 
     def output(self, rank: int, shape: ExchangeShape, dtype: torch.dtype) -> torch.Tensor:
-        """`rank`'s O as (batch, s, H, D)."""
+        """`rank`'s O as (batch, s, H, D), s rows of which it owns the first shape.rows(rank)."""
         return self._view("o", rank, (shape.batch, shape.local_seq, shape.num_heads, shape.head_dim), dtype)
 
     def lse(self, rank: int, shape: ExchangeShape) -> torch.Tensor:
-        """`rank`'s LSE as (batch, H, s), float32."""
+        """`rank`'s LSE as (batch, H, s), float32, likewise."""
         return self._view("lse", rank, (shape.batch, shape.num_heads, shape.local_seq), torch.float32)
 
     def prepare(self, make: Callable[[Plan, Workspace], _Prepared], plan: Plan) -> _Prepared:

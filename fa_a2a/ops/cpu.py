@@ -18,10 +18,11 @@ KEY_TILE = 256
 
 
 def attention_tile(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal_from: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One tile: q (rows, D), k and v (S, D) float32; returns O (rows, D) and LSE (rows,) in float32.
 
+    causal_from: the last key that row 0 sees, row i seeing i more; None: all see all.
     Rows are padded to TILE_ROWS: a matrix product may sum in another order for another number of rows, and the serial
     and the fused path must agree to the bit.
     """
@@ -34,6 +35,9 @@ def attention_tile(
     acc = q.new_zeros(TILE_ROWS, v.shape[1])
     for at in range(0, k.shape[0], KEY_TILE):
         scores = padded @ k[at : at + KEY_TILE].T
+        if causal_from is not None:
+            beyond = torch.arange(at, at + scores.shape[1]) > causal_from + torch.arange(TILE_ROWS)[:, None]
+            scores.masked_fill_(beyond, float("-inf"))
         new_top = torch.maximum(top, scores.amax(1, keepdim=True))
         rescale = torch.exp(top - new_top)
         weights = torch.exp(scores - new_top)
@@ -50,14 +54,18 @@ def attention_chunks(
     scale: float,
     o: Sequence[torch.Tensor],
     lse: Sequence[torch.Tensor] | None,
+    causal_from: int | None = None,
 ) -> None:
-    """q: (C, rows, h, D) in chunk order; k, v: (S, h, D). Stores chunk c to o[c] (rows, h, D) and lse[c] (h, rows)."""
+    """q: (C, rows, h, D) in chunk order; k, v: (S, h, D). Stores chunk c to o[c] (rows, h, D) and lse[c] (h, rows).
+    causal_from: of the first row, where the chunks follow each other in the sequence."""
     chunks, rows, heads, _ = q.shape
     keys, values = k.transpose(0, 1).float(), v.transpose(0, 1).float()
     keys, values = keys.contiguous(), values.contiguous()
     for tile in tile_order(chunks, heads, rows, TILE_ROWS):
         span = slice(tile.row, tile.row + tile.rows)
-        out, row_lse = attention_tile(q[tile.chunk, span, tile.head].float(), keys[tile.head], values[tile.head], scale)
+        sees = None if causal_from is None else causal_from + tile.chunk * rows + tile.row
+        queries = q[tile.chunk, span, tile.head].float()
+        out, row_lse = attention_tile(queries, keys[tile.head], values[tile.head], scale, sees)
         o[tile.chunk][span, tile.head] = out.to(q.dtype)
         if lse is not None:
             lse[tile.chunk][tile.head, span] = row_lse
@@ -69,7 +77,14 @@ class _CpuKernel:
     can_release = False
 
     def local(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        chunks: int,
+        with_lse: bool,
+        causal_from: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, seq, heads, _ = q.shape
         o = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -82,11 +97,19 @@ class _CpuKernel:
                 scale,
                 o[b].chunk(chunks),
                 lse[b].chunk(chunks, dim=1),
+                causal_from,
             )
         return o, lse if with_lse else None
 
     def fused(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: Sink,
+        with_lse: bool,
+        causal_from: int | None = None,
     ) -> None:
         for b in range(q.shape[0]):
             attention_chunks(
@@ -96,6 +119,7 @@ class _CpuKernel:
                 scale,
                 [o[b] for o in sink.o],
                 [lse[b] for lse in sink.lse] if with_lse else None,
+                causal_from,
             )
 
 

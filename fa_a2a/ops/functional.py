@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,12 @@ import torch
 
 from .. import config
 from ..comm.group import Group, resolve
-from ..errors import FaA2AError, ShapeError, WorkspaceError
-from . import fused, layer, scatter, serial
+from ..errors import ConfigurationError, FaA2AError, ShapeError, WorkspaceError
+from . import fused, layer, overlap, scatter, serial
 from .kernels import Qkv
+from .norm_rope import NormRope
+from .options import PLAIN, Options
+from .options import key as options_key
 from .plan import MAX_KNOWN, Plan, Request, check_choices, check_deadline, is_deadline, make_request, settle
 
 if TYPE_CHECKING:
@@ -47,16 +51,20 @@ class HeadShards:
         kernel: str = "auto",
         exchange: str = "auto",
         timeout_s: float | None = None,
+        causal: bool = False,
+        key_lengths: torch.Tensor | Sequence[int] | None = None,
+        shard_sizes: Sequence[int] | None = None,
+        replicated_text: int | None = None,
     ) -> HeadShards:
-        """Wraps tensors that are head-sharded already: (B, S, h, D), rows in the order of the whole sequence. Q is
-        copied into the order that the fused path wants. Raises like `scatter_heads`."""
+        """Wraps tensors that are head-sharded already: (B, S, h, D), rows in the order of the whole sequence,
+        replicated text once, and as many heads on every rank. Q is copied into the order that the fused path wants.
+        Raises like `scatter_heads`."""
         where = resolve(group)
-        plan = find_plan(
-            where, q_BShD, k_BShD, v_BShD, scale, return_lse, kernel, exchange, timeout_s, head_sharded=True
-        )
+        options = Options(causal, key_lengths, shard_sizes, replicated_text)
+        plan = find_plan(where, q_BShD, k_BShD, v_BShD, scale, return_lse, kernel, exchange, timeout_s, True, options)
         if plan.exchange == "fused":
             assert where.workspace is not None  # made with the plan
-            q_BShD = torch.cat([q_BShD.chunk(where.size, dim=1)[owner] for owner in where.workspace.owners], dim=1)
+            q_BShD = scatter.in_chunk_order(q_BShD, plan.shape, where.workspace.owners)
         return cls(q_BShD, k_BShD, v_BShD, where, plan, where.workspace)
 
 
@@ -71,16 +79,18 @@ def find_plan(
     exchange: str,
     timeout_s: float | None,
     head_sharded: bool = False,
+    options: Options = PLAIN,
     refused: FaA2AError | None = None,
 ) -> Plan:
     seconds = deadline(timeout_s)
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
     key: object = None
-    if refused is None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
+    told = options_key(options, q) if refused is None else None
+    if told is not None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
         grad = torch.is_grad_enabled()
         key = (
             *(_signature(q, grad), _signature(k, grad), _signature(v, grad)),
-            *(scale, return_lse, kernel, exchange, head_sharded),
+            *(scale, return_lse, kernel, exchange, head_sharded, told),
         )
     settled = group.settled.get(key)
     if settled is not None:
@@ -103,6 +113,7 @@ def find_plan(
             scale=scale,
             with_lse=return_lse,
             head_sharded=head_sharded,
+            options=options,
         )
     except FaA2AError as error:
         request = error
@@ -140,34 +151,49 @@ def scatter_heads(
     kernel: str = "auto",
     exchange: str = "auto",
     timeout_s: float | None = None,
+    causal: bool = False,
+    key_lengths: torch.Tensor | Sequence[int] | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    replicated_text: int | None = None,
+    whole_kv: bool = False,
+    norm_rope: NormRope | None = None,
 ) -> HeadShards:
     """The exchange before attention: each rank gives its tokens of all heads and gets all tokens of its heads.
 
-    q, k, v: (batch, seq/P, heads, head_dim), any strides with contiguous head_dim; bfloat16 or float16, on CPUs also
-    float32. Every rank of `group` calls it with the same shapes and options.
+    q, k, v: (batch, rows, heads, head_dim), this rank's rows, any strides with contiguous head_dim; bfloat16 or
+    float16, on CPUs also float32. k and v may have fewer heads, by a factor (grouped-query attention). Every rank of
+    `group` calls it with the same shapes and options; shards that are not equal are told by shard_sizes.
     scale: factor of the scores, head_dim**-0.5 by default. timeout_s: deadline for the peers, in seconds.
+    causal to norm_rope: as for UlyssesAttention.
     Returns HeadShards for `attention_gather`, which must be the next call on this group.
     Raises ShapeError, UnsupportedError, ConfigurationError for bad input, the same on every rank; PeerMismatchError
     where ranks differ; PeerTimeoutError where one does not come; WorkspaceError out of order or after an error.
     Source: DeepSpeed Ulysses (arXiv:2309.14509).
     """
     where = resolve(group)
-    return scattered(
-        where,
-        find_plan(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s),
-        (q_BsHD, k_BsHD, v_BsHD),
-        deadline(timeout_s),
+    options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv, norm_rope)
+    refused = _WHOLE_LAYER if exchange == "overlapped" else None
+    plan = find_plan(
+        *(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s, False, options, refused)
     )
+    return scattered(where, plan, (q_BsHD, k_BsHD, v_BsHD), deadline(timeout_s), norm_rope)
 
 
-def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float) -> HeadShards:
+_WHOLE_LAYER = ConfigurationError(
+    "exchange='overlapped' is one kernel for the whole layer and has no first half; use UlyssesAttention, or 'fused'"
+)
+
+
+def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float, norm_rope: NormRope | None = None) -> HeadShards:
     """The exchange before attention as the plan says."""
-    if where.size == 1:
+    if norm_rope is not None and not plan.norm_rope_in_kernel:
+        qkv = (*norm_rope.applied(*qkv[:2]), qkv[2])
+    if plan.shape.num_ranks == 1:  # a group of one rank, or whole K and V on each
         return HeadShards(*qkv, where, plan, None)
     if plan.exchange == "collective":
-        return HeadShards(*serial.scatter(*qkv, where), where, plan, None)
+        return HeadShards(*serial.scatter(*qkv, where, plan.shape), where, plan, None)
     assert where.workspace is not None
-    parts = scatter.scatter(*qkv, plan, where.workspace, seconds)
+    parts = scatter.scatter(*qkv, plan, where.workspace, seconds, norm_rope)
     return HeadShards(*parts, where, plan, where.workspace.call)
 
 
@@ -177,7 +203,7 @@ def attention_gather(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention with the exchange after it inside.
 
-    Returns (out, lse): out (batch, seq/P, heads, head_dim) in the inputs' dtype; lse (batch, heads, seq/P) float32, the
+    Returns (out, lse): out (batch, rows, heads, head_dim) in the inputs' dtype; lse (batch, heads, rows) float32, the
     natural logarithm of the sum of exponentiated scaled scores, or None if scatter_heads was not asked for it.
     On the fused path both are views of the workspace, valid until the next call on the same group; copy=True returns
     ordinary tensors. Raises PeerTimeoutError and WorkspaceError like `scatter_heads`.
@@ -187,13 +213,18 @@ def attention_gather(
 
 
 def whole_layer(
-    group: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float
+    group: Group, plan: Plan, qkv: Qkv, copy: bool, seconds: float, norm_rope: NormRope | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Both halves in one call, as a plan that `find_plan` has just found says."""
     workspace = group.workspace
     if plan.exchange == "collective" or workspace is None:
-        return gathered(scattered(group, plan, qkv, seconds), copy, seconds)
-    out, lse = layer.run(qkv, plan, workspace, seconds)
+        return gathered(scattered(group, plan, qkv, seconds, norm_rope), copy, seconds)
+    if plan.overlapped:
+        out, lse = overlap.attend(qkv, plan, workspace, seconds)
+    else:
+        if norm_rope is not None and not plan.norm_rope_in_kernel:
+            qkv = (*norm_rope.applied(*qkv[:2]), qkv[2])
+        out, lse = layer.run(qkv, plan, workspace, seconds, norm_rope)
     return copied(out, lse) if copy else (out, lse)
 
 

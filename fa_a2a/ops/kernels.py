@@ -45,7 +45,12 @@ def _across(views: tuple[torch.Tensor, ...], run: Run) -> torch.Tensor:
 
 
 class AttentionKernel(Protocol):
-    """One attention kernel on one device. q, k, v: (B, S, h, D)."""
+    """One attention kernel on one device. q: (B, S, h, D), k and v: (B, keys, h, D), heads possibly at stride 0.
+
+    What a call has beside full attention over equal heads is cut into such pieces before (pieces.py), but for two
+    things: a kernel with an attribute `heads_per_kv` above 1 takes k and v of fewer heads, by that factor; one named in
+    CAUSAL also takes `causal_from`, the last key that query row 0 sees, row i seeing i more.
+    """
 
     name: str
     can_fuse: bool  # stores tiles into other ranks' memory itself
@@ -56,8 +61,9 @@ class AttentionKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention on this rank alone: O (B, S, h, D) and, if asked for, LSE (B, h, S) float32.
 
-        chunks: into how many equal parts a later exchange divides the rows; a kernel whose rounding depends on where
-        its tiles begin starts one at each part, so that the serial and the fused path agree bitwise."""
+        chunks: into how many equal parts a later exchange divides the rows, 1 where they are unequal; a kernel whose
+        rounding depends on where its tiles begin starts one at each part, so that the serial and the fused path agree
+        bitwise."""
         ...
 
     def fused(
@@ -77,33 +83,59 @@ def loadable(t: torch.Tensor) -> torch.Tensor:
     return t if last == 1 and offsets % 16 == 0 else t.contiguous()
 
 
-_ADAPTERS = {"cpu": "cpu", "torch": "sdpa", "fa4": "fa4"}
+_ADAPTERS = {"cpu": "cpu", "torch": "sdpa", "fa4": "fa4", "fa3": "fa3"}
 KERNELS = tuple(_ADAPTERS)
+CAUSAL = ("cpu", "torch", "fa4")
+BUILT = ("fa4",)  # for a number of query heads to each K/V head, and for causal attention; the others take any
 
 
-def problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool) -> str | None:
+def problem(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, causal: bool = False
+) -> str | None:
     """Why the kernel cannot run this on `device`, or None. Cheap; imports no kernel."""
+    if causal and name not in CAUSAL:
+        return f"kernel '{name}' is built for full attention, and the call is causal"
     if name == "torch":
         return "kernel 'torch' returns no log-sum-exp" if with_lse else None
     if name == "cpu":
         return None if device.type == "cpu" else f"kernel 'cpu' runs on CPU tensors, got {device.type}"
     if name == "fa4":
-        return _fa4_problem(device, dtype, head_dim)
+        return _gpu_problem(name, device, dtype, ((9, 0), (10, 0))) or _fa4_problem(device, head_dim, causal)
+    if name == "fa3":
+        return _gpu_problem(name, device, dtype, ((9, 0),)) or _fa3_problem(dtype, head_dim)
     raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(KERNELS)}, got {name!r}")
 
 
-def _fa4_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _gpu_problem(
+    name: str, device: torch.device, dtype: torch.dtype, capabilities: tuple[tuple[int, int], ...]
+) -> str | None:
     if device.type != "cuda":
-        return f"kernel 'fa4' runs on NVIDIA GPUs, got {device.type} tensors"
-    if (capability := torch.cuda.get_device_capability(device)) not in ((9, 0), (10, 0)):
-        return (
-            f"kernel 'fa4' is built for compute capability 9.0 and 10.0, this GPU has {capability[0]}.{capability[1]}"
-        )
-    if head_dim not in (64, 128):
-        return f"kernel 'fa4' takes head dimensions 64 and 128, got {head_dim}"
+        return f"kernel '{name}' runs on NVIDIA GPUs, got {device.type} tensors"
+    if (capability := torch.cuda.get_device_capability(device)) not in capabilities:
+        built = " and ".join(f"{major}.{minor}" for major, minor in capabilities)
+        return f"kernel '{name}' is built for compute capability {built}, this GPU has {capability[0]}.{capability[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"kernel 'fa4' takes bfloat16 and float16, got {dtype}"
+        return f"kernel '{name}' takes bfloat16 and float16, got {dtype}"
+    return None
+
+
+def _fa4_problem(device: torch.device, head_dim: int, causal: bool) -> str | None:
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    known = (64, 96, 128, 256) if hopper else (64, 128)
+    if head_dim not in known:
+        return f"kernel 'fa4' takes head dimensions {', '.join(map(str, known))} here, got {head_dim}"
+    if causal and not hopper:
+        return "kernel 'fa4' is built for causal attention on compute capability 9.0 alone, and the call is causal"
     return _missing_package()
+
+
+def _fa3_problem(dtype: torch.dtype, head_dim: int) -> str | None:
+    if head_dim not in (64, 128):
+        return f"kernel 'fa3' takes head dimensions 64 and 128, got {head_dim}"
+    from ..native.build import Variant
+    from ..native.build import problem as build_problem
+
+    return build_problem(Variant(head_dim, str(dtype).removeprefix("torch.")))
 
 
 @lru_cache(maxsize=1)
@@ -114,16 +146,32 @@ def _missing_package() -> str | None:
     return None
 
 
+# Compute capabilities on which a GPU kernel has passed its tests as it stands. fa3: its first form has, on 9.0.
+_RUN_ON: dict[str, tuple[tuple[int, int], ...]] = {"fa4": ((9, 0),), "fa3": ()}
+
+
 def verified(name: str, device: torch.device) -> bool:
     """Whether the kernel was run, not only compiled, on this kind of device. 'auto' takes no other."""
-    return name != "fa4" or (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
+    if name not in _RUN_ON:
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in _RUN_ON[name]
 
 
 @lru_cache(maxsize=32)
 def load(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    with_lse: bool,
+    fused: bool,
+    heads_per_kv: int = 1,
+    causal: bool = False,
 ) -> AttentionKernel:
-    """The kernel's adapter; compiles what it will use, or takes it from the cache, before it returns."""
+    """The kernel's adapter; compiles what it will use, or takes it from the cache, before it returns.
+
+    heads_per_kv, causal: what a kernel in BUILT is built for besides."""
     module = importlib.import_module(f"{__package__}.{_ADAPTERS[name]}")
-    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse, fused)
+    options = {"heads_per_kv": heads_per_kv, "causal": causal} if name in BUILT else {}
+    adapter: AttentionKernel = module.make(device, dtype, head_dim, with_lse, fused, **options)
     return adapter

@@ -8,6 +8,7 @@ import torch
 from ..comm.workspace import Workspace
 from . import fused, scatter
 from .kernels import Qkv
+from .norm_rope import NormRope
 from .plan import Plan
 from .trace import step
 
@@ -20,7 +21,9 @@ class Prepared:
         self.attention = workspace.prepare(fused.Prepared, plan)
 
 
-def run(qkv: Qkv, plan: Plan, workspace: Workspace, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(
+    qkv: Qkv, plan: Plan, workspace: Workspace, timeout_s: float, norm_rope: NormRope | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q, k, v (B, s, H, D) to O (B, s, H, D) and LSE (B, H, s) if the plan has it: views of the workspace, valid until
     the next call on it. The workspace has been checked."""
     workspace.take_turn("scatter")
@@ -29,7 +32,7 @@ def run(qkv: Qkv, plan: Plan, workspace: Workspace, timeout_s: float) -> tuple[t
         prepared = workspace.prepare(Prepared, plan)
         with step("layer", qkv[0].device):
             workspace.poison_output()
-            prepared.store(*qkv, timeout_s)
+            prepared.store(*qkv, timeout_s, norm_rope)
             workspace.take_turn("attention")
             prepared.attention.attend(timeout_s)
     except BaseException as error:

@@ -32,31 +32,58 @@ class NormRope:
     interleaved: bool = True
 
     def __post_init__(self) -> None:
-        for names, rule in ((("q_weight", "k_weight"), "(head_dim,)"), (("cos", "sin"), "(seq/P, head_dim or half)")):
+        pairs = (("q_weight", "k_weight"), 1, "(head_dim,)"), (("cos", "sin"), 2, "(seq/P, head_dim or half)")
+        for names, dims, rule in pairs:
             one, two = (getattr(self, name) for name in names)
             if (one is None) != (two is None):
                 raise ShapeError(f"NormRope takes {names[0]} and {names[1]}, both or neither; got one of them")
             if one is None:
                 continue
-            if one.shape != two.shape or one.dim() != rule.count(",") or one.dtype != two.dtype:
+            if one.shape != two.shape or one.dim() != dims or one.dtype != two.dtype:
                 raise ShapeError(
                     f"NormRope's {names[0]} and {names[1]} must be {rule} and of one dtype; got {tuple(one.shape)} "
                     f"{one.dtype} and {tuple(two.shape)} {two.dtype}"
                 )
             if one.dtype not in _DTYPES:
                 raise ShapeError(f"NormRope's {names[0]} must be bfloat16, float16 or float32, got {one.dtype}")
+        if not (isinstance(self.eps, (int, float)) and 0 <= self.eps < float("inf")):
+            raise ShapeError(f"NormRope's eps must be a finite number, 0 or more, got {self.eps!r}")
         if self.q_weight is None and self.cos is None:
             raise ShapeError("NormRope was given neither weights nor tables; leave norm_rope out")
 
-    def check(self, rows: int, head_dim: int) -> None:
-        """Raises ShapeError unless this fits q and k of `rows` tokens on this rank."""
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """What the ranks compare and a kernel is compiled for: dtype of the weights, kind of rotation, entries of the
+        tables, their dtype, "" for what is absent; and eps."""
+        weights = "" if self.q_weight is None else str(self.q_weight.dtype).removeprefix("torch.")
+        if self.cos is None:
+            return weights, "", "", "", str(self.eps)
+        kind = "interleaved" if self.interleaved else "halves"
+        return weights, kind, str(self.cos.shape[1]), str(self.cos.dtype).removeprefix("torch."), str(self.eps)
+
+    def problem(self, q: torch.Tensor) -> str | None:
+        """Why this does not fit q and k (batch, rows, heads, head_dim) of this rank, or None."""
+        rows, head_dim = q.shape[1], q.shape[3]
         if self.q_weight is not None and self.q_weight.shape != (head_dim,):
-            raise ShapeError(f"NormRope's q_weight must have shape ({head_dim},), got {tuple(self.q_weight.shape)}")
+            return f"NormRope's q_weight must have shape ({head_dim},), got {tuple(self.q_weight.shape)}"
         if self.cos is not None and self.cos.shape not in ((rows, head_dim), (rows, head_dim // 2)):
-            raise ShapeError(
+            return (
                 f"NormRope's cos must have shape ({rows}, {head_dim}) or ({rows}, {head_dim // 2}), the rows of this "
                 f"rank's tokens, got {tuple(self.cos.shape)}"
             )
+        for t in (self.q_weight, self.k_weight, self.cos, self.sin):
+            if t is not None and t.device != q.device:
+                return f"NormRope's tensors must be on q's device, {q.device}, got {t.device}"
+        return None
+
+    def check(self, q: torch.Tensor) -> None:
+        """Raises ShapeError where there is a problem."""
+        if (problem := self.problem(q)) is not None:
+            raise ShapeError(problem)
+
+    def applied(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k, normed and rotated by torch operations."""
+        return self.apply(q, self.q_weight), self.apply(k, self.k_weight)
 
     def apply(self, x_BsHD: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """q or k with its weight, in torch operations: float32 inside, the input's dtype outside."""

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTime
 from ..layout import ExchangeShape, fingerprint
 from . import advice, kernels
 from .kernels import AttentionKernel
+from .pieces import heads_per_kv
 from .request import Request, check_choices, check_deadline, is_deadline, make_request
 
 __all__ = [  # with the parts of a request, so that a caller needs one module
@@ -42,7 +44,11 @@ MAX_KNOWN = 4096  # configurations remembered for each group; the oldest is agre
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call does: `kernel` computes attention, `exchange` moves its output; `reason` says why these."""
+    """What a call does: `kernel` computes attention, `exchange` moves its output; `reason` says why these.
+
+    overlapped: the layer is one call in which the exchange before attention is inside, too; `scatter_heads` and
+    `attention_gather` of the same plan are the fused path.
+    """
 
     kernel: str
     exchange: str
@@ -51,6 +57,13 @@ class Plan:
     request: Request = field(repr=False)
     fingerprint: int = field(repr=False)
     adapter: AttentionKernel = field(repr=False)
+    overlapped: bool = False
+
+    @property
+    def norm_rope_in_kernel(self) -> bool:
+        """Whether the scatter kernel applies norm and rotary embedding; torch operations do otherwise."""
+        in_warp = self.request.head_dim in (16, 32, 64, 128, 256)
+        return self.exchange == "fused" and self.request.device == "cuda" and self.shape.is_equal and in_warp
 
 
 def settle(group: Group, request: Request | FaA2AError, device: torch.device, timeout_s: float) -> Plan:
@@ -65,7 +78,7 @@ def settle(group: Group, request: Request | FaA2AError, device: torch.device, ti
     if isinstance(request, Request):
         mark = fingerprint(json.dumps(asdict(request)))
         plan = group.plans.get(mark)
-        if plan is not None and not _agree_each_time(plan):
+        if plan is not None and not (group.size > 1 and _agree_each_time(plan)):
             return plan
     else:
         mark, plan = 0, None
@@ -88,7 +101,7 @@ def settle(group: Group, request: Request | FaA2AError, device: torch.device, ti
 def _agree_each_time(plan: Plan) -> bool:
     """Collectives carry no fingerprint. Between CPU processes the exchange of words costs little, so each call is
     compared; on GPUs only new configurations are, since the host must not wait for its peers there."""
-    return plan.exchange == "collective" and plan.request.device == "cpu" and plan.shape.num_ranks > 1
+    return plan.exchange == "collective" and plan.request.device == "cpu"
 
 
 def _agree(
@@ -97,7 +110,8 @@ def _agree(
     if isinstance(request, Request):
         mine: dict[str, str | None] = {"request": json.dumps(asdict(request)), "error": None}
         for name in kernels.KERNELS:
-            mine[name] = kernels.problem(name, device, request.torch_dtype, request.head_dim, request.with_lse)
+            of_request = (request.torch_dtype, request.head_dim, request.with_lse, request.causal)
+            mine[name] = kernels.problem(name, device, *of_request)
         mine[advice.GPU] = advice.gpu_of(device)
     else:
         mine = {"request": None, "error": f"{type(request).__name__}: {request}"}
@@ -139,7 +153,18 @@ def _compare(reports: list[dict[str, str | None]]) -> None:
         rows = "; ".join(
             f"rank {rank}: " + ", ".join(f"{name}={r[name]}" for name in differing) for rank, r in enumerate(requests)
         )
-        raise PeerMismatchError(f"shapes, dtypes and options must be the same on every rank; {rows}")
+        raise PeerMismatchError(
+            f"shapes, dtypes and options must be the same on every rank; {rows}{_unequal_shards(requests, differing)}"
+        )
+
+
+def _unequal_shards(requests: list[dict[str, Any]], differing: list[str]) -> str:
+    """The way out where the ranks hold different numbers of tokens and nothing else differs."""
+    if differing != ["seq_len"] or requests[0]["shard_sizes"] is not None or requests[0]["head_sharded"]:
+        return ""
+    text = abs(requests[0]["replicated_text"])
+    sizes = [(r["seq_len"] - text) // len(requests) for r in requests]
+    return f"; for shards of these sizes pass shard_sizes={sizes} on every rank"
 
 
 def _prepare(
@@ -154,18 +179,24 @@ def _prepare(
     shape = request.shape(group.size)
     kernel, why_kernel = _choose_kernel(request, reports, device)
     exchange, why_exchange = _choose_exchange(group, request, kernel, device, timeout_s)
-    if request.exchange == "auto" and exchange == "fused":
+    if request.exchange == "auto" and exchange == "fused" and request.is_plain and shape.is_equal:
         exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
+    overlapped, why_overlapped = _choose_overlap(group, request, kernel, exchange, device)
     failure: Exception | None = None
     adapter = None
+    fused = exchange == "fused"
     try:
+        grouped = heads_per_kv(shape, group.rank if shape.num_ranks > 1 else 0)
         adapter = kernels.load(
-            kernel, device, request.torch_dtype, request.head_dim, request.with_lse, exchange == "fused"
+            *(kernel, device, request.torch_dtype, request.head_dim, request.with_lse, fused),
+            *((grouped, request.causal) if kernel in kernels.BUILT else ()),
         )
-        if exchange == "fused" and device.type == "cuda" and not request.head_sharded:
-            from . import scatter
+        if fused and device.type == "cuda" and not request.head_sharded:
+            from . import overlap, scatter
 
-            scatter.load(device, request.dtype, request.head_dim)
+            scatter.load(device, request.dtype, request.head_dim, shape.is_equal, request.norm_rope)
+            if overlapped:
+                overlap.load(device, request.dtype, request.head_dim, request.with_lse)
     except Exception as error:  # told to the others below, then raised
         failure = error
     if group.size > 1:
@@ -182,11 +213,11 @@ def _prepare(
     if exchange == "fused" and group.size > 1:
         assert group.workspace is not None
         group.workspace.reserve(shape, timeout_s)
-    reason = "; ".join(r for r in (why_kernel, why_exchange) if r) or "as asked for"
+    reason = "; ".join(r for r in (why_kernel, why_exchange, why_overlapped) if r) or "as asked for"
     if (kernel, exchange, reason) not in _told and "falls back" in reason:
         log.warning("%s", reason)
     _told.add((kernel, exchange, reason))
-    return Plan(kernel, exchange, reason, shape, request, mark, adapter)
+    return Plan(kernel, exchange, reason, shape, request, mark, adapter, overlapped)
 
 
 _told: set[tuple[str, str, str]] = set()
@@ -217,10 +248,12 @@ def _choose_exchange(
     """A named exchange, or 'fused' where kernel and machine allow it. Makes the workspace for it."""
     if group.size == 1:
         return "collective", "a group of one rank exchanges nothing"
+    if request.whole_kv:
+        return "collective", "k and v are whole on every rank: nothing is exchanged"
     if request.exchange == "collective":
         return "collective", ""
     if kernel == "torch":
-        if request.exchange == "fused":
+        if request.exchange in ("fused", "overlapped"):
             raise UnsupportedError(
                 "kernel 'torch' cannot store into other ranks; use exchange='collective' or another kernel"
             )
@@ -229,10 +262,28 @@ def _choose_exchange(
         if group.workspace is None or group.workspace.closed:
             group.workspace = Workspace(group, _provider(group, device, timeout_s), timeout_s)
     except UnsupportedError as error:
-        if request.exchange == "fused":
+        if request.exchange in ("fused", "overlapped"):
             raise
         return "collective", f"exchange falls back to 'collective': {error}"
     return "fused", ""
+
+
+def _choose_overlap(
+    group: Group, request: Request, kernel: str, exchange: str, device: torch.device
+) -> tuple[bool, str]:
+    """Whether the exchange before attention goes into the attention kernel, too."""
+    from . import overlap_schedule as overlap
+
+    if exchange != "fused" or request.exchange not in ("overlapped", "auto"):
+        return False, ""
+    why = overlap.problem(request, group, kernel, device)
+    if request.exchange == "overlapped":
+        if why:
+            raise UnsupportedError(f"{why}; use exchange='fused' or 'auto'")
+        return True, ""
+    if why is None:
+        why = overlap.loss(request.shape(group.size), device)
+    return why is None, f"the exchange before attention is not overlapped: {why}" if why else ""
 
 
 def _provider(group: Group, device: torch.device, timeout_s: float) -> SymmetricMemory:

@@ -1,4 +1,14 @@
-"""One call's configuration as a rank passes it, and the checks that need no other rank."""
+"""One call's configuration as a rank passes it, and the checks that need no other rank.
+
+A Request is what the ranks must agree on, so it holds nothing that may differ between them: the rows of every rank, not
+of this one, and values, not tensors. It is compared once, over the host channel, and its fingerprint travels with every
+call. So a rank that passes other shard sizes, key lengths or text rows ends the call everywhere, like one with another
+dtype. A rank knows its own rows only: without `shard_sizes` all ranks hold as many, and sizes that differ are an error
+that says which `shard_sizes` to pass. They are not guessed from what the ranks hold: one row missing on one rank by
+mistake would look just like torch.tensor_split's shards.
+
+Under a CUDA graph nothing of this is looked at: sizes and lengths are those of the capture.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +21,18 @@ from ..comm.group import Group
 from ..errors import ConfigurationError, ShapeError, UnsupportedError
 from ..layout import ExchangeShape
 from . import kernels
+from .options import PLAIN, Checked, Options, checked
 
-EXCHANGES = ("fused", "collective")
+EXCHANGES = ("overlapped", "fused", "collective")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call's configuration, the same on every rank. Shapes are those of the whole exchange."""
+    """One call's configuration, the same on every rank. Shapes are those of the whole exchange.
+
+    seq_len counts replicated text once; with whole_kv, where queries are no business of the other ranks, it counts the
+    keys. shard_sizes: None for equal shards. key_lengths: None for all keys.
+    """
 
     batch: int
     seq_len: int
@@ -30,6 +45,13 @@ class Request:
     scale: float
     with_lse: bool
     head_sharded: bool  # inputs did not come through scatter_heads
+    num_kv_heads: int = 0
+    causal: bool = False
+    key_lengths: tuple[int, ...] | None = None
+    shard_sizes: tuple[int, ...] | None = None
+    replicated_text: int = 0
+    whole_kv: bool = False
+    norm_rope: tuple[str, ...] | None = None  # its layout
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -37,13 +59,27 @@ class Request:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
+    @property
+    def is_plain(self) -> bool:
+        """All queries to all keys: what the X-Stage model knows."""
+        return not (self.causal or self.key_lengths or self.whole_kv)
+
     def shape(self, num_ranks: int) -> ExchangeShape:
+        """With whole_kv nothing is exchanged: the shape is that of one rank by itself."""
         return ExchangeShape(
-            self.batch, self.seq_len, self.num_heads, self.head_dim, num_ranks, self.torch_dtype.itemsize
+            self.batch,
+            self.seq_len,
+            self.num_heads,
+            self.head_dim,
+            1 if self.whole_kv else num_ranks,
+            self.torch_dtype.itemsize,
+            self.num_kv_heads,
+            self.shard_sizes,
+            self.replicated_text,
         )
 
 
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: bool = False) -> None:
     """Raises ShapeError or UnsupportedError for inputs that no path takes. Peers are compared later."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor) or t.dim() != 4:
@@ -54,18 +90,14 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"q, k and v must have one dtype and device; q has {q.dtype} on {q.device}, "
                 f"{name} {t.dtype} on {t.device}"
             )
-        if t.shape != q.shape:
-            raise ShapeError(
-                f"q, k and v must have one shape (self-attention, as many key heads as query heads); q has "
-                f"{tuple(q.shape)}, {name} {tuple(t.shape)}"
-            )
         if torch.is_grad_enabled() and t.requires_grad:
             raise UnsupportedError(
                 f"{name} requires grad, and there is no backward; "
                 "call it under torch.no_grad() or torch.inference_mode()"
             )
-    if min(q.shape) < 1:
-        raise ShapeError(f"q, k and v must not be empty, got shape {tuple(q.shape)}")
+        if min(t.shape) < 1:
+            raise ShapeError(f"{name} must not be empty, got shape {tuple(t.shape)}")
+    _check_against_each_other(q, k, v, whole_kv)
     allowed = (torch.bfloat16, torch.float16) + ((torch.float32,) if q.device.type == "cpu" else ())
     if q.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
@@ -74,6 +106,19 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ShapeError(f"tensors must be on cpu or cuda, got {q.device}")
     if q.shape[3] % 8:
         raise ShapeError(f"head_dim must be a multiple of 8, got {q.shape[3]}; pad the heads")
+
+
+def _check_against_each_other(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: bool) -> None:
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ShapeError(f"q, k and v must have one batch and head_dim, k and v one shape; got {shapes}")
+    if q.shape[1] != k.shape[1] and not whole_kv:
+        raise ShapeError(
+            f"q, k and v must have the same tokens (self-attention); got {shapes}; for cross-attention give every rank "
+            "the whole k and v, and whole_kv=True"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ShapeError(f"the query heads must be a multiple of the key heads; got {shapes}")
 
 
 def check_choices(kernel: str, exchange: str, timeout_s: float) -> None:
@@ -104,16 +149,19 @@ def make_request(
     scale: float | None,
     with_lse: bool,
     head_sharded: bool,
+    options: Options = PLAIN,
 ) -> Request:
     """Checks the arguments of this rank and describes them. Raises ShapeError, UnsupportedError, ConfigurationError."""
-    check_tensors(q, k, v)
+    values = checked(options)
+    check_tensors(q, k, v, values.whole_kv)
     if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ConfigurationError(f"scale must be a finite number or None, got {scale!r}")
-    batch, seq, heads, head_dim = q.shape
+    batch, rows, heads, head_dim = q.shape
+    times = group.size if head_sharded else 1
     request = Request(
         batch=batch,
-        seq_len=seq if head_sharded else seq * group.size,
-        num_heads=heads * group.size if head_sharded else heads,
+        seq_len=k.shape[1] if values.whole_kv else _seq_len(rows, group, head_sharded, values),
+        num_heads=heads * times,
         head_dim=head_dim,
         dtype=str(q.dtype).removeprefix("torch."),
         device=q.device.type,
@@ -122,6 +170,52 @@ def make_request(
         scale=head_dim**-0.5 if scale is None else float(scale),
         with_lse=with_lse,
         head_sharded=head_sharded,
+        num_kv_heads=k.shape[2] * times,
+        causal=values.causal,
+        key_lengths=values.key_lengths,
+        shard_sizes=values.shard_sizes if len(set(values.shard_sizes or ())) > 1 else None,
+        replicated_text=values.replicated_text,
+        whole_kv=values.whole_kv,
+        norm_rope=values.norm_rope,
     )
-    request.shape(group.size)
+    if options.norm_rope is not None:
+        if head_sharded:
+            raise UnsupportedError("norm_rope is for tensors that are sharded over the sequence; apply it before")
+        options.norm_rope.check(q)
+    shape = request.shape(group.size)
+    if head_sharded and not shape.equal_heads:
+        raise ShapeError(f"head-sharded tensors have the same heads on every rank, got {heads} of {shape.num_heads}")
+    _check_key_lengths(request)
     return request
+
+
+def _seq_len(rows: int, group: Group, head_sharded: bool, values: Checked) -> int:
+    """Tokens of the whole sequence, replicated text once. Raises ShapeError where this rank's rows are not as told."""
+    text, sizes = abs(values.replicated_text), values.shard_sizes
+    if rows <= text:
+        raise ShapeError(f"q, k and v hold the replicated text and own tokens: more than {text} rows, got {rows}")
+    if sizes is not None and len(sizes) != group.size:
+        raise ShapeError(f"shard_sizes must have a number for each of {group.size} ranks, got {list(sizes)}")
+    if head_sharded:
+        if sizes is not None and sum(sizes) + text != rows:
+            raise ShapeError(f"shard_sizes={list(sizes)} must sum to q's rows but {text} of text; q has {rows} rows")
+        return rows
+    if sizes is None:
+        return (rows - text) * group.size + text
+    if rows != sizes[group.rank] + text:
+        beside = f" and {text} rows of replicated text" if text else ""
+        raise ShapeError(
+            f"shard_sizes={list(sizes)} gives rank {group.rank} {sizes[group.rank]} tokens{beside}; q has {rows} rows"
+        )
+    return sum(sizes) + text
+
+
+def _check_key_lengths(request: Request) -> None:
+    lengths = request.key_lengths
+    if lengths is None:
+        return
+    if len(lengths) != request.batch or min(lengths) < 1 or max(lengths) > request.seq_len:
+        raise ShapeError(
+            f"key_lengths must be {request.batch} numbers, one for each batch entry, from 1 to the {request.seq_len} "
+            f"keys of the whole sequence, got {list(lengths)}"
+        )

@@ -6,9 +6,13 @@ calls of a functional operator, and an alias of a hidden buffer would then show 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from .functional import attention_gather, scatter_heads
+from ..comm.group import resolve
+from .functional import find_plan, whole_layer
+from .options import Options
 
 
 @torch.library.custom_op("fa_a2a::ulysses_attention", mutates_args=())
@@ -22,12 +26,16 @@ def ulysses_attention(
     scale: float,
     return_lse: bool,
     timeout_s: float,
+    causal: bool = False,
+    key_lengths: torch.Tensor | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    replicated_text: int | None = None,
+    whole_kv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the whole layer; lse has no elements unless asked for. group: name of a process group."""
-    shards = scatter_heads(
-        q, k, v, group, scale=scale, return_lse=return_lse, kernel=kernel, exchange=exchange, timeout_s=timeout_s
-    )
-    out, lse = attention_gather(shards, copy=True, timeout_s=timeout_s)
+    where, options = resolve(group), Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv)
+    plan = find_plan(where, q, k, v, scale, return_lse, kernel, exchange, timeout_s, False, options)
+    out, lse = whole_layer(where, plan, (q, k, v), True, timeout_s)
     return out.contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -42,6 +50,11 @@ def _(
     scale: float,
     return_lse: bool,
     timeout_s: float,
+    causal: bool = False,
+    key_lengths: torch.Tensor | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    replicated_text: int | None = None,
+    whole_kv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows) if return_lse else (0,), dtype=torch.float32)

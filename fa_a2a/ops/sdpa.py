@@ -15,10 +15,20 @@ class _Sdpa:
     can_release = False
 
     def local(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        chunks: int,
+        with_lse: bool,
+        causal_from: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """causal_from: 0 or None; torch's causal mask, too, lets query i see keys 0 to i, however many there are."""
+        assert not causal_from
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2), None
+        causal = causal_from is not None
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal).transpose(1, 2), None
 
     def fused(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool

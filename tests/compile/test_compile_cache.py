@@ -179,6 +179,7 @@ def test_build_all_reports_each_kernel(cache_folder):
     assert [b.name for b in built] == [
         "signal sm_90a",
         "scatter sm_90a D=64 bfloat16",
+        "scatter sm_90a D=64 bfloat16 unequal",
         "forward sm_90a D=64 bfloat16 tile 192x128",
         "persistent sm_90a D=64 bfloat16 tile 192x128",
     ]

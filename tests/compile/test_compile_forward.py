@@ -30,6 +30,20 @@ def test_forward_compiles_to_tensor_cores_and_bulk_copies(arch, head_dim, dtype,
     assert no_local_memory(lines)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "heads_per_kv", "causal"),
+    [(96, 1, False), (256, 1, False), (128, 1, True), (64, 4, True), (128, 5, False)],
+)
+def test_other_head_dims_causal_and_grouped_heads(head_dim, heads_per_kv, causal, sass):
+    load_forward(head_dim, "float16", "sm_90a", 132, heads_per_kv=heads_per_kv, causal=causal)
+    key = {"heads_per_kv": heads_per_kv, "with_lse": False, "tile": list(forward_tile(head_dim, "sm_90a"))}
+    if causal:
+        key["causal"] = True
+    lines = sass(f"forward-sm_90a-d{head_dim}-float16", **key)
+    assert uses(lines, "HGMMA") and uses(lines, "UTMALDG") and uses(lines, "UTMASTG")
+    assert no_local_memory(lines)
+
+
 def test_forward_is_the_upstream_kernel(sass, tmp_path):
     """Shared extents and our own launch change nothing on the device, instruction for instruction."""
     import cutlass.cute as cute

@@ -7,7 +7,9 @@ from fa4_a2a.signal import (
     BLOCK_BYTES,
     EPOCH,
     FINGERPRINT,
+    MAX_PARTS,
     MAX_RANKS,
+    PARTS,
     READY,
     TOLD,
     Failure,
@@ -17,6 +19,8 @@ from fa4_a2a.signal import (
     Word,
     load_signal,
 )
+
+from fa_a2a import layout
 
 ARCHS = ("sm_90a", "sm_100a")
 
@@ -42,7 +46,10 @@ def test_signal_layout():
     assert EPOCH < TOLD < ARRIVED
     assert ARRIVED + MAX_RANKS == FINGERPRINT
     assert FINGERPRINT + MAX_RANKS == READY
-    assert 8 * (READY + MAX_RANKS) == BLOCK_BYTES == 1024
+    assert READY + MAX_RANKS == PARTS
+    assert 8 * (PARTS + MAX_RANKS * MAX_PARTS) == BLOCK_BYTES == 3072
+    assert (PARTS, MAX_PARTS) == (layout.PARTS_WORD, layout.MAX_PARTS)
+    assert BLOCK_BYTES == layout.SIGNAL_BYTES
     assert next(iter(Record)) is Record.CODE
 
 

@@ -36,7 +36,12 @@ def test_readme_table_takes_the_newest_run_of_a_shape():
     new = [{**x, "ready_us": x["ready_us"] + 1, "date": "2026-01-02T00:00:00Z"} for x in run()]
     for lines in (old + new, new + old):
         rows = readme.layer_table(lines).splitlines()
-        assert rows[2:] == ["| 4 | 4608 | 24 | graph | 101.0 | 201.0 | 341.0 | - | - | - | 2.00 | 1.70 | 30.0 |"]
+        assert rows[2:] == ["| 4 | 4608 | 24 | graph | 101.0 | - | 201.0 | 341.0 | - | - | - | 2.00 | 1.70 | 30.0 |"]
+
+
+def test_readme_table_compares_with_the_overlapped_form_where_there_is_one():
+    rows = readme.layer_table([*run(), line("overlapped", 110.0, vs_attention=1.1, host_us=20.0)]).splitlines()
+    assert rows[2:] == ["| 4 | 4608 | 24 | graph | 100.0 | 110.0 | 200.0 | 340.0 | - | - | - | 1.10 | 3.09 | 20.0 |"]
 
 
 def test_readme_table_marks_stale_lines_and_leaves_cpus_out():

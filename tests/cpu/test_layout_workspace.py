@@ -21,8 +21,12 @@ def test_shape_counts():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"seq_len": 17}, "sequence must divide evenly.*17 tokens over 2 ranks.*pad"),
-        ({"num_heads": 5}, "heads must divide evenly.*5 heads over 2 ranks"),
+        ({"seq_len": 17}, r"shards are equal unless.*17 tokens over 2 ranks; pass shard_sizes=\[9, 8\]"),
+        ({"seq_len": 17, "shard_sizes": (9, 9)}, r"2 positive numbers that sum to 17 tokens, got \[9, 9\]"),
+        ({"seq_len": 17, "shard_sizes": (17, 0)}, "every rank must hold at least one token"),
+        ({"seq_len": 17, "shard_sizes": (9, 8), "text_rows": 1}, "sum to 16 tokens"),
+        ({"num_heads": 1}, "at least one head: 1 heads over 2 ranks"),
+        ({"num_kv_heads": 3}, "multiple of the key heads, got 4 and 3"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"head_dim": -8}, "head_dim must be at least 1, got -8"),
         ({"num_ranks": 33, "seq_len": 33, "num_heads": 33}, "at most 32 ranks, got 33"),
@@ -85,6 +89,7 @@ def test_signal_words_lie_apart_and_inside_the_block():
     words = [layout.EPOCH_WORD, layout.TOLD_WORD]
     for first in (layout.ARRIVED_WORD, layout.FINGERPRINT_WORD, layout.READY_WORD):
         words += range(first, first + n)
+    words += range(layout.PARTS_WORD, layout.PARTS_WORD + n * layout.MAX_PARTS)
     assert len(words) == len(set(words))
     assert max(words) < layout.SIGNAL_WORDS
     assert layout.SIGNAL_BYTES == 8 * layout.SIGNAL_WORDS

@@ -71,7 +71,7 @@ def test_compiled_before_any_eager_call(alone, kernel):
 
 def test_error_leaves_the_group_usable(alone):
     q, k, v = inputs()
-    with pytest.raises(ShapeError, match="one shape"):
+    with pytest.raises(ShapeError, match="k and v one shape"):
         scatter_heads(q, k[:, :-1], v)
     out, lse = attention_gather(scatter_heads(q, k, v, kernel="torch"))
     assert torch.allclose(out, plain(q, k, v), atol=1e-5)
@@ -91,9 +91,9 @@ def test_gradients_are_refused_unless_grad_mode_is_off(alone):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"kernel": "fa5"}, "kernel must be 'auto' or one of cpu, torch, fa4, got 'fa5'"),
+        ({"kernel": "fa5"}, "kernel must be 'auto' or one of cpu, torch, fa4, fa3, got 'fa5'"),
         ({"kernel": None}, "kernel must be"),
-        ({"exchange": "nccl"}, "exchange must be 'auto' or one of fused, collective, got 'nccl'"),
+        ({"exchange": "nccl"}, "exchange must be 'auto' or one of overlapped, fused, collective, got 'nccl'"),
         ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be"),
         ({"timeout_s": "soon"}, "timeout_s must be"),
@@ -114,12 +114,15 @@ def test_fa4_on_cpu_tensors_names_the_reason(alone):
         scatter_heads(*inputs(torch.bfloat16), kernel="fa4")
 
 
-@pytest.mark.parametrize(
-    "later", [{"causal": True}, {"key_lengths": torch.tensor([3, 4])}, {"shard_sizes": [3, 5]}, {"replicated_text": 7}]
-)
-def test_arguments_that_are_not_carried_out_yet_are_refused(alone, later):
-    with pytest.raises(UnsupportedError, match=f"{next(iter(later))} is not supported yet"):
-        UlyssesAttention()(*inputs(), **later)
+def test_one_rank_takes_every_option(alone):
+    q, k, v = inputs()
+    layer = UlyssesAttention()
+    want = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+    assert torch.allclose(layer(q, k, v, causal=True, shard_sizes=[24]), want, atol=1e-5)
+    assert torch.allclose(layer(q, k, v, replicated_text=7), plain(q, k, v), atol=1e-5)
+    out = layer(q, k[:, :, :1], v[:, :, :1], key_lengths=[24, 5], whole_kv=True)
+    few = [t[1:, :5, :1].expand(1, 5, 3, 16) for t in (k, v)]
+    assert torch.allclose(out[1:], plain(q[1:], *few), atol=1e-5)
 
 
 @pytest.mark.parametrize("group", ["no such group", 7, object()])

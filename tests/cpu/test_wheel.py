@@ -22,6 +22,7 @@ def wheel(tmp_path_factory):
 def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {f"fa4_a2a/{p.name}" for p in (ROOT / "cute/fa4_a2a").glob("*.py")}
+    sources |= {f"fa_a2a/csrc/fa3_a2a/{p.name}" for p in (ROOT / "csrc/fa3_a2a").iterdir()}
     assert sources <= names
     assert {"fa_a2a/py.typed", "fa_a2a/csrc/fa3_a2a/README.md", "fa_a2a/xstage/profiles/h200x4.json"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)

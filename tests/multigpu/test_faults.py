@@ -15,7 +15,7 @@ from fa_a2a.errors import FaA2AError
 
 rank = int(os.environ["RANK"])
 device = join(rank, 2, "cuda")
-attention = UlyssesAttention(kernel="fa4", exchange="fused", timeout_s=3)
+attention = UlyssesAttention(kernel="fa4", exchange="{exchange}", timeout_s=3)
 parts = [torch.randn(1, 128, 4, 128, device=device, dtype=torch.bfloat16) for _ in range(3)]
 attention(*parts)
 torch.cuda.synchronize()
@@ -38,11 +38,11 @@ _REPORT = """
 """
 
 
-def run(fault):
+def run(fault, exchange="fused"):
     """Output of two ranks running the program; every rank of this session but rank 0 waits."""
     text = None
     if dist.get_rank() == 0:
-        program = _PROGRAM.format(fault=textwrap.dedent(fault) + _REPORT)
+        program = _PROGRAM.format(fault=textwrap.dedent(fault) + _REPORT, exchange=exchange)
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
         command = [*command, "--master-port", "29731", sys.executable, "-c", program]
         text = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout

@@ -28,8 +28,10 @@ BAD = {
     "k dtype": (lambda q, k, v: (q, k.half(), v), "ShapeError", "one dtype and device.*k torch.float16"),
     "v device": (lambda q, k, v: (q, k, v.to("meta")), "ShapeError", "one dtype and device.*v torch.float32 on meta"),
     "all on meta": (lambda *qkv: [t.bfloat16().to("meta") for t in qkv], "ShapeError", "cpu or cuda, got meta"),
-    "k shape": (lambda q, k, v: (q, k[:, :4], v), "ShapeError", "q, k and v must have one shape"),
-    "fewer key heads": (lambda q, k, v: (q, k[:, :, :1], v[:, :, :1]), "ShapeError", "as many key heads as query"),
+    "k shape": (lambda q, k, v: (q, k[:, :4], v), "ShapeError", "k and v one shape; got q .1, 8, 4, 16., k .1, 4"),
+    "fewer rows of k and v": (lambda q, k, v: (q, k[:, :4], v[:, :4]), "ShapeError", "the same tokens.*whole_kv=True"),
+    "key heads": (lambda q, k, v: (q, k[:, :, :3], v[:, :, :3]), "ShapeError", "multiple of the key heads"),
+    "more key heads": (lambda q, k, v: (q[:, :, :2], k, v), "ShapeError", "multiple of the key heads"),
     "no rows": (lambda *qkv: [t[:, :0] for t in qkv], "ShapeError", "must not be empty"),
     "no batch": (lambda *qkv: [t[:0] for t in qkv], "ShapeError", "must not be empty"),
     "float64": (
@@ -39,7 +41,7 @@ BAD = {
     ),
     "integers": (lambda *qkv: [t.int() for t in qkv], "ShapeError", "dtype must be one of"),
     "head_dim": (lambda *qkv: [t[..., :12] for t in qkv], "ShapeError", "multiple of 8, got 12"),
-    "heads": (lambda *qkv: [t[:, :, 1:] for t in qkv], "ShapeError", "heads must divide evenly.*over 2 ranks"),
+    "heads": (lambda *qkv: [t[:, :, :1] for t in qkv], "ShapeError", "at least one head: 1 heads over 2 ranks"),
 }
 
 
@@ -72,6 +74,23 @@ OPTIONS = {
     "no deadline": ({"timeout_s": "never"}, "ConfigurationError", "timeout_s must be"),
     "nan scale": ({"scale": float("nan")}, "ConfigurationError", "scale must be"),
     "text as scale": ({"scale": "big"}, "ConfigurationError", "scale must be"),
+    "sizes of three ranks": ({"shard_sizes": [8, 4, 4]}, "ShapeError", "a number for each of 2 ranks, got [8, 4, 4]"),
+    "sizes of no rank": ({"shard_sizes": [16, 0]}, "ShapeError", "shard_sizes"),
+    "sizes that are not the rows": ({"shard_sizes": [9, 9]}, "ShapeError", "9 tokens; q has 8 rows"),
+    "sizes that are no integers": ({"shard_sizes": [7.5, 8.5]}, "ShapeError", "must be a list of integers, got [7.5"),
+    "a number as sizes": ({"shard_sizes": 8}, "ShapeError", "must be a list of integers, got 8"),
+    "only text": ({"replicated_text": 8}, "ShapeError", "more than 8 rows, got 8"),
+    "text that is no number": ({"replicated_text": "hello"}, "ConfigurationError", "must be a number of rows or None"),
+    "lengths of two entries": ({"key_lengths": [3, 4]}, "ShapeError", "must be 1 numbers, one for each batch entry"),
+    "no key": ({"key_lengths": torch.tensor([0])}, "ShapeError", "from 1 to the 16 keys"),
+    "more keys than there are": ({"key_lengths": [17]}, "ShapeError", "from 1 to the 16 keys"),
+    "a mask for lengths": ({"key_lengths": torch.ones(1, dtype=torch.bool)}, "ShapeError", "with integers"),
+    "causal by a word": ({"causal": "yes"}, "ConfigurationError", "causal must be True or False"),
+    "causal cross-attention": (
+        {"whole_kv": True, "causal": True},
+        "UnsupportedError",
+        "whole_kv goes with key_lengths",
+    ),
 }
 
 
@@ -97,7 +116,7 @@ def from_uneven(rank, size):
 def test_sequence_that_does_not_divide(ranks):
     for outcome, well in ranks(2).run(from_uneven):
         assert outcome.error == "ShapeError"
-        assert "5 tokens over 2 ranks" in outcome.text
+        assert "5 tokens over 2 ranks; pass shard_sizes=[3, 2] (say)" in outcome.text
         assert well
 
 
@@ -124,6 +143,13 @@ ONE_WRONG = {
     "another dtype": {"change": lambda *qkv: [t.half() for t in qkv]},
     "more heads": {"change": lambda *qkv: [torch.cat([t, t], 2) for t in qkv]},
     "heads that do not divide": {"change": lambda *qkv: [t[:, :, 1:] for t in qkv]},
+    "fewer key heads": {"change": lambda q, k, v: (q, k[:, :, ::2], v[:, :, ::2])},
+    "sizes": {"shard_sizes": [9, 8, 7]},
+    "the sizes of its own rows": {"change": lambda *qkv: [t[:, 1:] for t in qkv], "shard_sizes": [8, 7, 9]},
+    "key lengths": {"key_lengths": [23]},
+    "causal": {"causal": True},
+    "text": {"replicated_text": 2},
+    "cross-attention": {"whole_kv": True},
     "another batch": {"change": lambda *qkv: [torch.cat([t, t]) for t in qkv]},
     "float64": {"change": lambda *qkv: [t.double() for t in qkv]},
     "no tensors": {"change": lambda *qkv: (None, None, None)},
@@ -270,4 +296,5 @@ def text_of_the_first_call(rank, size):
 def test_the_error_says_who_differs_in_what(ranks):
     ranks(2).run(forget)
     for outcome in ranks(2).run(text_of_the_first_call):
-        assert "rank 0: seq_len=16; rank 1: seq_len=14" in outcome.text
+        assert "rank 0: seq_len=16; rank 1: seq_len=14; for shards of these sizes pass" in outcome.text
+        assert "shard_sizes=[8, 7] on every rank" in outcome.text

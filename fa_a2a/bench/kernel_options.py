@@ -1,0 +1,65 @@
+"""The options of `fa-a2a kernel`. Imports no torch before a measurement runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..errors import ConfigurationError
+from . import checks
+
+SHAPES = "4608x6,8192x6,8192x12,16384x6"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", type=shapes, default=shapes(SHAPES), help=f"SEQxHEADS of one GPU; {SHAPES}")
+    parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=[],
+        help="other builds of fa3 beside the default one, as 128x176/direct: query rows x keys / output",
+    )
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds")
+    parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/kernel.jsonl"), help="JSON lines go here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from ..native.build import OUTPUTS
+    from . import kernel, launch
+
+    if not torch.cuda.is_available():
+        raise ConfigurationError("kernel measures attention on a GPU, and torch sees none")
+    if arguments.rounds < 1:
+        raise ConfigurationError(f"--rounds must be at least 1, got {arguments.rounds}")
+    variants = [variant(text, OUTPUTS) for text in arguments.variants]
+    checks.appendable(arguments.out)
+    rest = (arguments.head_dim, arguments.dtype, arguments.rounds)
+    cases = [kernel.Case(seq_len, heads, *rest) for seq_len, heads in arguments.shapes]
+    launch.run(kernel.body, 1, "cuda", cases, variants, arguments.out)
+    return 0
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    """SEQxHEADS with commas between; argparse.ArgumentTypeError for anything else."""
+    try:
+        found = [(int(seq), int(heads)) for seq, heads in (part.split("x") for part in text.split(","))]
+    except ValueError:
+        found = []
+    if not found or min(min(pair) for pair in found) < 1:
+        raise argparse.ArgumentTypeError(f"expected SEQxHEADS with commas between, as 8192x6,8192x12; got {text!r}")
+    return found
+
+
+def variant(text: str, outputs: tuple[str, ...]) -> tuple[tuple[int, int], str]:
+    """((query rows, keys), output) of ROWSxKEYS/OUTPUT. Raises ConfigurationError for anything else."""
+    tile, _, output = text.partition("/")
+    numbers = tile.split("x")
+    good = len(numbers) == 2 and all(n.isdigit() for n in numbers) and output in outputs
+    if not good or int(numbers[0]) not in (128, 192) or int(numbers[1]) % 16 or not 16 <= int(numbers[1]) <= 256:
+        rule = f"ROWSxKEYS/OUTPUT, rows 128 or 192, keys a multiple of 16 up to 256, output {' or '.join(outputs)}"
+        raise ConfigurationError(f"a variant is {rule}; got {text!r}")
+    return (int(numbers[0]), int(numbers[1])), output

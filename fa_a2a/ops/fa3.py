@@ -1,0 +1,87 @@
+"""Kernel 'fa3': the C++ forward of csrc/fa3_a2a, on sm_90. It takes the chunks' addresses as a table, so one launch
+serves all owners and batch entries wherever they lie; it paces its stores and ends the call itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..comm.symmetric import Release
+from ..native.build import SLICE_ROWS, Variant, load
+from .kernels import Sink, loadable
+from .pace import slice_pace_ns
+
+OWN_LAST = 1  # params.cuh's Order
+
+
+class _FA3:
+    name = "fa3"
+    can_fuse = True
+    can_release = True
+
+    def __init__(self, device: torch.device, variant: Variant) -> None:
+        self.tile_rows = variant.shape[0]
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._forward = load(variant)
+        self._paced = variant.output == "staged"
+        self._silent = Release.none(device)
+
+    def local(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A row's bits do not depend on where its tile begins: `chunks` is not needed."""
+        q, k, v = (loadable(t) for t in (q, k, v))
+        batch, seq, heads, _ = q.shape
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device) if with_lse else None
+        outputs = _outputs((o,), (lse,) if lse is not None else ())
+        self._forward(q.unsqueeze(1), k, v, *outputs, scale, 0, OWN_LAST, self.num_sms, *_arguments(self._silent))
+        return o, lse
+
+    def fused(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool
+    ) -> None:
+        for launch in self.launches(q, k, v, scale, sink, with_lse, None):
+            launch()
+
+    def launches(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sink: Sink,
+        with_lse: bool,
+        release: Release | None,
+    ) -> list[Callable[[], None]]:
+        """The one launch of a call, which may be repeated. It ends the call as `release` says."""
+        q, k, v = loadable(q), loadable(k), loadable(v)
+        batch, seq, heads, head_dim = q.shape
+        chunks = q.view(batch, len(sink.o), seq // len(sink.o), heads, head_dim)
+        outputs = _outputs(sink.o, sink.lse if with_lse else ())
+        pace_ns = 0
+        if self._paced:
+            pace_ns = slice_pace_ns(self.tile_rows, k.shape[1], head_dim, q.itemsize, self.num_sms, SLICE_ROWS)
+        end = _arguments(release or self._silent)
+        return [partial(self._forward, chunks, k, v, *outputs, scale, pace_ns, OWN_LAST, self.num_sms, *end)]
+
+
+def _outputs(
+    o: tuple[torch.Tensor, ...], lse: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One chunk's O for its strides, all chunks' addresses, one chunk's LSE for its strides."""
+    addresses = [[t.data_ptr() for t in o], [t.data_ptr() for t in lse] or [0] * len(o)]
+    return o[0], torch.tensor(addresses, dtype=torch.int64), lse[0] if lse else None
+
+
+def _arguments(release: Release) -> tuple[Any, ...]:
+    """In the kernel's order."""
+    words = (release.rank, release.num_ranks, int(release.flags), release.deadline_ns, release.record)
+    return (release.peer_blocks, release.counter, *words)
+
+
+def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool) -> _FA3:
+    return _FA3(device, Variant(head_dim, str(dtype).removeprefix("torch.")))

@@ -1,0 +1,75 @@
+"""How much of the exchange before attention shows, if attention starts at once and waits for it part by part.
+
+A fluid model of the overlapped kernel. Every rank sends its parts in order at one rate, each to one peer, so a part has
+arrived when all bytes before it and its own have left. Each SM takes its tiles in the kernel's order, and within a tile
+the chunks of keys in order, own first; it waits where the next chunk's part, or the tile's queries, are not here yet.
+What the sends themselves cost the main loop is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .burst_gap import drain_us
+
+# From the kernel's start to the first store, and from a part's last store to the load behind the wait. Where every tile
+# waits for the last part (P = 2, own tiles last), 81 and 138 us showed at S = 4608 and 8192 (2x H200, 2026-11-30): 8 us
+# and a rate of 0.82 of the path's, where SHARE was asked for.
+SIGNAL_US = 8.0
+SHARE = 0.85  # of the path's rate that the sends use: above it, loads queue behind stores
+
+
+@dataclass(frozen=True)
+class OverlapPrediction:
+    """Times in us. alone: the same tiles without waits; makespan: with them; sends: until the last part is out."""
+
+    alone_us: float
+    makespan_us: float
+    sends_us: float
+
+    @property
+    def exposed_us(self) -> float:
+        return self.makespan_us - self.alone_us
+
+
+def predict(
+    *,
+    num_ranks: int,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    tile_rows: int,
+    kv_parts: int,
+    sends: Sequence[tuple[int, int]],
+    own_first: int,
+    num_sms: int,
+    tile_us: float,
+    rate_gb_s: float,
+    itemsize: int = 2,
+) -> OverlapPrediction:
+    """rows, heads: of one rank. sends: (distance, part) in order; part kv_parts is the queries, any other a group of
+    heads of keys and values. tile_us: one tile over all keys. rate_gb_s: of the sends."""
+    group = -(-heads // kv_parts)
+    now, here = SIGNAL_US, {}
+    for distance, part in sends:
+        if distance:
+            count = heads if part == kv_parts else 2 * max(0, min(group, heads - part * group))
+            now += drain_us(volume_bytes=count * rows * head_dim * itemsize, rate_gb_s=rate_gb_s)
+            here[distance, part] = now
+    blocks = -(-rows // tile_rows)
+    own = [(0, head) for head in range(heads) for _ in range(blocks)]
+    remote = [(chunk, head) for chunk in range(1, num_ranks) for head in range(heads) for _ in range(blocks)]
+    order = own[:own_first] + remote + own[own_first:]
+    ends, loads = [], []
+    for sm in range(min(num_sms, len(order))):
+        mine, at = order[sm::num_sms], 0.0
+        for chunk, head in mine:
+            if chunk:
+                at = max(at, here[chunk, kv_parts])
+            at += tile_us / num_ranks
+            for distance in range(1, num_ranks):
+                at = max(at, here[distance, head // group]) + tile_us / num_ranks
+        ends.append(at)
+        loads.append(tile_us * len(mine))
+    return OverlapPrediction(max(loads), max(ends), now - SIGNAL_US)

@@ -1,0 +1,88 @@
+"""fa-a2a kernel and the builder of the C++ kernel, as far as they go without a GPU and a compiler."""
+
+import argparse
+
+import pytest
+
+from fa_a2a import cli
+from fa_a2a.bench import kernel_options
+from fa_a2a.errors import ConfigurationError, UnsupportedError
+from fa_a2a.native import build, toolchain
+from fa_a2a.native.build import Variant
+
+
+def test_shapes():
+    assert kernel_options.shapes("8192x6,4608x12") == [(8192, 6), (4608, 12)]
+    for text in ("", "8192", "8192x", "0x6", "8192x6x128"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected SEQxHEADS"):
+            kernel_options.shapes(text)
+
+
+def test_variants():
+    assert kernel_options.variant("128x176/direct", build.OUTPUTS) == ((128, 176), "direct")
+    for text in ("128x176", "128x176/paced", "100x176/direct", "128x170/staged", "128/staged", "128x272/staged"):
+        with pytest.raises(ConfigurationError, match="a variant is ROWSxKEYS/OUTPUT"):
+            kernel_options.variant(text, build.OUTPUTS)
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()")
+def test_kernel_needs_a_gpu(capsys):
+    assert cli.main(["kernel"]) == 1
+    assert "torch sees none" in capsys.readouterr().err
+
+
+def test_name_and_defines_of_a_variant():
+    assert Variant(128, "bfloat16").name == "fa3-sm_90a-d128-bfloat16-128x144-staged"
+    assert Variant(64, "float16", output="direct").defines() == [
+        *("-DFA3_HEAD_DIM=64", "-DFA3_HALF=1", "-DFA3_GROUPS=3", "-DFA3_KEYS=128", "-DFA3_STAGED=0")
+    ]
+
+
+def test_objects_lie_in_the_cache_by_variant(monkeypatch, tmp_path):
+    monkeypatch.setenv("FA_A2A_CACHE_DIR", str(tmp_path))
+    paths = {build.cached(Variant(d, t, output=o)) for d in (64, 128) for t in ("bfloat16", "float16") for o in "ab"}
+    assert len(paths) == 8
+    assert {p.parent for p in paths} == {tmp_path / "fa3"}
+
+
+def test_sources_are_found_and_comments_do_not_count(monkeypatch, tmp_path):
+    folder = toolchain.sources()
+    assert (folder / "forward.cu").is_file()
+    (tmp_path / "forward.cu").write_text("// a log\n" + (folder / "forward.cu").read_text())
+    for path in folder.glob("*.*h"):
+        (tmp_path / path.name).write_text(path.read_text())
+    want = build.source_hash()
+    monkeypatch.setattr(build, "sources", lambda: tmp_path)
+    build.source_hash.cache_clear()
+    assert build.source_hash() == want
+    (tmp_path / "forward.cu").write_text("int x;\n")
+    build.source_hash.cache_clear()
+    assert build.source_hash() != want
+    build.source_hash.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [("find_nvcc", "nvcc; install the CUDA toolkit"), ("find_cutlass", "the headers of CUTLASS; pip install")],
+)
+def test_what_is_missing_is_named(monkeypatch, tmp_path, gone, told):
+    pytest.importorskip("tvm_ffi")
+    monkeypatch.setenv("FA_A2A_CACHE_DIR", str(tmp_path))
+    for name in ("find_nvcc", "find_cutlass"):
+        monkeypatch.setattr(toolchain, name, lambda: tmp_path)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert toolchain.missing() is None
+    monkeypatch.setattr(toolchain, gone, lambda: None)
+    assert told in str(build.problem(Variant(128, "bfloat16")))
+    with pytest.raises(UnsupportedError, match="compiling kernel 'fa3' needs"):
+        build.load(Variant(128, "bfloat16"))
+
+
+def test_toolkit_and_headers_by_their_variables(monkeypatch, tmp_path):
+    for path in ("bin/nvcc", "include/cute/tensor.hpp"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CUTLASS_HOME", str(tmp_path))
+    assert toolchain.find_nvcc() == tmp_path / "bin/nvcc"
+    assert toolchain.find_cutlass() == tmp_path / "include"
