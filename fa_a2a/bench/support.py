@@ -1,6 +1,6 @@
 """What a call may look like, and which path it takes. The README's list is made from these rows, and so are the tests
-of test_support.py in tests/multiprocess and tests/multigpu: each runs every row's `call` and asks which path it took.
-Imports no torch."""
+of test_support.py in tests/multiprocess and test_support_on_gpus.py in tests/multigpu: each runs every row's `call` and
+asks which path it took. Imports no torch."""
 
 from __future__ import annotations
 
