@@ -276,6 +276,8 @@ def _choose_overlap(
 
     if exchange != "fused" or request.exchange not in ("overlapped", "auto"):
         return False, ""
+    if request.exchange == "auto" and device.type != "cuda":
+        return False, ""
     why = overlap.problem(request, group, kernel, device)
     if request.exchange == "overlapped":
         if why:
