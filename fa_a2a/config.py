@@ -24,7 +24,7 @@ VARIABLES = (
         "FA_A2A_ARENA_MIB", "1024", "symmetric memory shared by the workspaces of sub-groups, in MiB for each GPU"
     ),
     Variable("FA_A2A_DEBUG", "0", "1: fill outputs with NaN before each call and check the guard regions after it"),
-    Variable("FA_A2A_REVISION", "", "git revision for results measured outside a checkout"),
+    Variable("FA_A2A_REVISION", "", "git revision that results name; the checkout's by default"),
     Variable("FA_A2A_REQUIRE", "", "test tiers (compile, gpu, multigpu) whose skips become failures, comma-separated"),
 )
 TIERS = ("compile", "gpu", "multigpu")

@@ -70,6 +70,9 @@ def sweep(lines: list[dict[str, Any]], path: Path) -> None:
     parts.finish(figure, plt, lines, path)
 
 
+_WAYS = {"overlapped": "fa_a2a, overlapped", "fa_a2a": "fa_a2a, fused"}
+
+
 def layer(lines: list[dict[str, Any]], path: Path) -> None:
     """Ready time of a layer over attention alone against sequence length: a panel for each mode, a colour for each
     method, a line style for each shape but for the length. One device a plot."""
@@ -90,7 +93,7 @@ def layer(lines: list[dict[str, Any]], path: Path) -> None:
     for (mode, method, shape), points in sorted(curves.items()):
         points.sort(key=lambda line: line["seq_len"])
         style = {"color": f"C{methods.index(method)}", "linestyle": ("-", "--", ":", "-.")[shapes.index(shape) % 4]}
-        label = f"{method}, P={shape[0]}, H={shape[1]}{labels[shape[2]]}"
+        label = f"{_WAYS.get(method, method)}, P={shape[0]}, H={shape[1]}{labels[shape[2]]}"
         xs, ys = [p["seq_len"] for p in points], [p["vs_attention"] for p in points]
         axes[0][modes.index(mode)].plot(xs, ys, marker="o", label=label, **style)
     for mode, axis in zip(modes, axes[0], strict=True):

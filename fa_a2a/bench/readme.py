@@ -22,13 +22,8 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _mark(line: dict[str, Any]) -> str:
-    """A dagger for a figure whose sources have changed since it was measured."""
+    """A dagger for a figure whose code has changed since it was measured; the README says so once."""
     return "" if line.get("content_hash") == content_hash(line["kind"], line.get("kernel")) else "†"
-
-
-def _footnote(table: str) -> str:
-    note = "\n\n† measured before the latest change of the sources it depends on; to be measured again."
-    return table + note if "†" in table else table
 
 
 def _newest(lines: Lines, kind: str, key: tuple[str, ...]) -> Lines:
@@ -37,51 +32,74 @@ def _newest(lines: Lines, kind: str, key: tuple[str, ...]) -> Lines:
 
 
 def sweep_table(lines: Lines) -> str:
-    gpu = [line for line in lines if line.get("device") != "CPU"]
-    header = ["P", "S", "H", "attention", "serial", "fused", "ready", "E_res", "E_res ready", "cost (95 %)", "speed-up"]
+    """Rows of the most heads that were measured; those of fewer stay in the result files."""
+    gpu = [line for line in lines if line.get("kind") == "sweep" and line.get("device") != "CPU"]
+    most = max((x["num_heads"] for x in gpu), default=0)
+    header = ["P", "kernel", "S", "attention", "serial", "fused", "ready", "E_res", "cost (95 %)", "speed-up"]
     rows = []
-    for x in _newest(gpu, "sweep", ("kernel", "world_size", "num_heads", "seq_len")):
+    for x in _newest(gpu, "sweep", ("world_size", "kernel", "num_heads", "seq_len")):
+        if x["num_heads"] < most:
+            continue
         ci = x["cost_sender_ci_us"]  # None from one round
         rows.append(
             [
                 f"{x['world_size']}{_mark(x)}",
-                *(str(x[name]) for name in ("seq_len", "num_heads")),
+                *(str(x[name]) for name in ("kernel", "seq_len")),
                 *(f"{x[name]:.1f}" for name in ("fa_only_us", "serial_us", "fused_sender_us", "fused_ready_us")),
-                *(f"{x[name]:+.1f}" for name in ("e_res_sender_us", "e_res_ready_us")),
+                " / ".join(f"{x[name]:+.1f}" for name in ("e_res_sender_us", "e_res_ready_us")),
                 f"{x['cost_sender_us']:+.1f} ± {'-' if ci is None else f'{ci:.1f}'}",
                 f"{x['speedup_sender']:.2f} / {x['speedup_ready']:.2f}",
             ]
         )
-    return _footnote(_table(header, rows))
+    return _table(header, rows)
 
 
 def layer_table(lines: Lines) -> str:
-    """A row for each shape and mode, its cells from the newest run of that shape, as those are comparable."""
+    """A row for each shape, us eager / in a graph, from the newest run of that shape, as those are comparable."""
     gpu = [line for line in lines if line.get("kind") == "layer" and line.get("device") != "CPU"]
-    runs: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    runs: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
     dates: dict[tuple[Any, ...], str] = {}
     for x in gpu:
         key = (x["world_size"], x["num_heads"], x["seq_len"], x["mode"])
-        if dates.setdefault(key, x["date"]) < x["date"]:
-            dates[key], runs[key] = x["date"], {}
-        if dates[key] == x["date"]:
-            runs.setdefault(key, {})[x["method"]] = x
-    methods = ("attention", "overlapped", "fa_a2a", "nccl_packed", "nccl", "symm_mem", "diffusers")
-    header = ["P", "S", "H", "mode", *methods, "/ attention", "over packed", "host"]
+        dates[key] = max(dates.get(key, ""), x["date"])
+    for x in gpu:
+        if dates[x["world_size"], x["num_heads"], x["seq_len"], x["mode"]] == x["date"]:
+            runs.setdefault((x["world_size"], x["seq_len"], x["num_heads"]), {})[x["method"], x["mode"]] = x
+    methods = {"attention": "attention", "overlapped": "overlapped", "fa_a2a": "fused", "nccl_packed": "NCCL packed"}
+    methods |= {"nccl": "NCCL", "symm_mem": "symm. memory", "diffusers": "diffusers"}
+    header = ["P", "S", "H", *methods.values(), "/ attention", "over packed", "host"]
     rows = []
-    for (ranks, heads, seq_len, mode), run in sorted(runs.items()):
-        ours, packed = run.get("overlapped", run["fa_a2a"]), run.get("nccl_packed")
+    for (ranks, seq_len, heads), run in sorted(runs.items()):
+        ours = [run.get(("overlapped", mode), run.get(("fa_a2a", mode))) for mode in _MODES]
+        packed = [run.get(("nccl_packed", mode)) for mode in _MODES]
+        over = [a["ready_us"] / b["ready_us"] if a and b else None for a, b in zip(packed, ours)]
         rows.append(
             [
-                f"{ranks}{_mark(ours)}",
-                *(str(seq_len), str(heads), mode),
-                *(f"{run[name]['ready_us']:.1f}" if name in run else "-" for name in methods),
-                f"{ours['vs_attention']:.2f}",
-                f"{packed['ready_us'] / ours['ready_us']:.2f}" if packed else "-",
-                f"{ours['host_us']:.1f}",
+                f"{ranks}{max(_mark(x) for x in ours if x)}",
+                *(str(seq_len), str(heads)),
+                *(_pair([run.get((name, mode), {}).get("ready_us") for mode in _MODES], 1) for name in methods),
+                _pair([x["vs_attention"] if x else None for x in ours], 2),
+                _pair(over, 2),
+                _pair([x["host_us"] if x else None for x in ours], 1),
             ]
         )
-    return _footnote(_table(header, rows))
+    return _table(header, rows)
+
+
+def _pair(values: list[float | None], digits: int) -> str:
+    return " / ".join("-" if x is None else f"{x:.{digits}f}" for x in values)
+
+
+def kernel_sentence(lines: Lines) -> str:
+    """fa3's speed over fa4's better tile, in one run, by shape."""
+    newest = _newest(lines, "kernel", ("head_dim", "seq_len", "local_heads", "kernel", "build"))
+    told: dict[int, list[str]] = {}
+    for x in newest:
+        if x["kernel"] == "fa3" and x["build"] == "default":
+            shape = f"({x['seq_len']}, {x['local_heads']})"
+            told.setdefault(x["head_dim"], []).append(f"{x['vs_fa4']:.3f}{_mark(x)} at {shape}")
+    parts = [f"D = {dim}: {', '.join(shapes)}" for dim, shapes in sorted(told.items(), reverse=True)]
+    return "; ".join(parts) + "."
 
 
 def dit_table(lines: Lines) -> str:
@@ -102,12 +120,12 @@ def dit_table(lines: Lines) -> str:
             [
                 f"{ranks}{max(_mark(x) for x in ours)}",
                 *(model, str(seq_len)),
-                *(" / ".join("-" if x is None else f"{x:.1f}" for x in each) for each in ms.values()),
+                *(_pair(each, 1) for each in ms.values()),
                 *(_ratios(ms[name], ms["fa_a2a"]) for name in ("single", "diffusers_ulysses")),
                 f"{max(parts):.3f}" if parts else "-",
             ]
         )
-    return _footnote(_table(header, cells))
+    return _table(header, cells)
 
 
 _MODES = ("eager", "graph")
@@ -126,7 +144,7 @@ def litmus_table(lines: Lines) -> str:
     newest = _newest(lines, "litmus", ("variant",))
     told = [f"`{x['variant']}`{_mark(x)} {x['stale']} in {x['rounds']} rounds" for x in newest]
     sound, controls = ([text for text in told if ("control" in text) == wanted] for wanted in (False, True))
-    return _footnote(f"Stale words: {', '.join(sound)}; without a fence {', '.join(controls)}.")
+    return f"Stale words: {', '.join(sound)}; without a fence {', '.join(controls)}."
 
 
 def environment_table(lines: Lines) -> str:
@@ -144,6 +162,7 @@ TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
     "layer": layer_table,
     "dit": dit_table,
+    "kernel": kernel_sentence,
     "litmus": litmus_table,
     "support": support_list,
     "environment": environment_table,

@@ -136,13 +136,15 @@ def _version(package: str) -> str:
 
 
 def _git_revision() -> str:
-    """Revision of the checkout the package lies in, "-dirty" with uncommitted changes; outside a checkout what
-    FA_A2A_REVISION says."""
+    """What FA_A2A_REVISION says; by default the revision of the checkout that the package lies in, "-dirty" with
+    uncommitted changes."""
+    if said := config.read("FA_A2A_REVISION"):
+        return said
     command = ["git", "-C", str(_PACKAGE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return config.read("FA_A2A_REVISION")
+        return ""
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -36,24 +36,32 @@ def test_readme_table_takes_the_newest_run_of_a_shape():
     new = [{**x, "ready_us": x["ready_us"] + 1, "date": "2026-01-02T00:00:00Z"} for x in run()]
     for lines in (old + new, new + old):
         rows = readme.layer_table(lines).splitlines()
-        assert rows[2:] == ["| 4 | 4608 | 24 | graph | 101.0 | - | 201.0 | 341.0 | - | - | - | 2.00 | 1.70 | 30.0 |"]
+        only = "| 4 | 4608 | 24 | - / 101.0 | - / - | - / 201.0 | - / 341.0 | - / - | - / - | - / - |"
+        assert rows[2:] == [f"{only} - / 2.00 | - / 1.70 | - / 30.0 |"]
 
 
 def test_readme_table_compares_with_the_overlapped_form_where_there_is_one():
     rows = readme.layer_table([*run(), line("overlapped", 110.0, vs_attention=1.1, host_us=20.0)]).splitlines()
-    assert rows[2:] == ["| 4 | 4608 | 24 | graph | 100.0 | 110.0 | 200.0 | 340.0 | - | - | - | 1.10 | 3.09 | 20.0 |"]
+    only = "| 4 | 4608 | 24 | - / 100.0 | - / 110.0 | - / 200.0 | - / 340.0 | - / - | - / - | - / - |"
+    assert rows[2:] == [f"{only} - / 1.10 | - / 3.09 | - / 20.0 |"]
 
 
 def test_readme_table_marks_stale_lines_and_leaves_cpus_out():
     lines = [{**x, "content_hash": "old"} for x in run()] + run(seq_len=8192) + run(seq_len=256, device="CPU")
     rows = readme.layer_table(lines).splitlines()
     assert [row[:12] for row in rows[2:4]] == ["| 4† | 4608 ", "| 4 | 8192 |"]
-    assert "†" in rows[-1] and "256" not in readme.layer_table(lines)
+    assert "256" not in readme.layer_table(lines)
+
+
+def test_readme_table_has_both_modes_in_one_row():
+    eager = [{**x, "mode": "eager", "ready_us": 2 * x["ready_us"]} for x in run()]
+    (row,) = readme.layer_table(run() + eager).splitlines()[2:]
+    assert row.startswith("| 4 | 4608 | 24 | 200.0 / 100.0 | - / - | 400.0 / 200.0 |")
 
 
 def test_readme_table_stands_between_its_markers():
     text = readme.fill("<!-- layer -->\n<!-- /layer -->", run())
-    assert "| 4 | 4608 | 24 | graph |" in text
+    assert "| 4 | 4608 | 24 | - / 100.0 |" in text
 
 
 def test_plot(tmp_path):
