@@ -33,6 +33,8 @@ class KernelDesign:
     """A staged tile leaves in this multiple of V/R, but within half of the next tile's time; None: at once."""
     publication: Publication
     words: str
+    one_launch: bool = False
+    """One launch does all batch entries, whose heads then follow each other as those of one entry do."""
 
     def shape(
         self, *, batch: int, seq_len: int, num_heads: int, head_dim: int, num_ranks: int, bytes_per_element: int = 2
@@ -42,10 +44,13 @@ class KernelDesign:
             built = ", ".join(map(str, self.tiles))
             raise UnsupportedError(f"kernel design {self.name!r} is for head_dim {built}, got {head_dim}; name another")
         rows, keys = self.tiles[head_dim]
+        if self.one_launch:
+            batch, num_heads = 1, batch * num_heads
         return AttentionShape(batch, seq_len, num_heads, head_dim, num_ranks, bytes_per_element, rows, keys)
 
 
 _FA4_SM90 = {128: (128, 160), 64: (192, 128)}
+_FA3_SM90 = {128: (128, 144), 64: (192, 128)}
 
 DESIGNS: dict[str, KernelDesign] = {
     design.name: design
@@ -79,6 +84,16 @@ DESIGNS: dict[str, KernelDesign] = {
             publication="inside",
             words="as persistent, but a finished tile leaves at once: the control that shows what pacing is for",
         ),
+        KernelDesign(
+            "fa3",
+            _FA3_SM90,
+            own_chunk="last",
+            staged=True,
+            headroom=PACE_HEADROOM,
+            publication="inside",
+            words="the C++ kernel: as persistent, with tiles of its own, and one launch for all batch entries",
+            one_launch=True,
+        ),
     )
 }
 
@@ -93,4 +108,4 @@ def design(name: str) -> KernelDesign:
 def design_of(kernel: str, capability: tuple[int, int]) -> KernelDesign | None:
     """Of a kernel of the library on a GPU of this compute capability, when it stores to its peers; None if the model
     does not know it there."""
-    return {("fa4", (9, 0)): DESIGNS["persistent"]}.get((kernel, capability))
+    return {("fa4", (9, 0)): DESIGNS["persistent"], ("fa3", (9, 0)): DESIGNS["fa3"]}.get((kernel, capability))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_a2a.errors import ConfigurationError, ProfileError, UnsupportedError
+from fa_a2a.native.build import Variant
 from fa_a2a.ops import pace
 from fa_a2a.xstage import (
     DESIGNS,
@@ -41,6 +42,8 @@ def recorded(pattern):
 
 def kernel_of(line):
     """The lines on 4 ranks of the first day are the stock kernel's; those since are the persistent one's."""
+    if line["kernel"] == "fa3":
+        return "fa3"
     return "stock" if line["world_size"] == 4 and line["date"] < "2026-11-30T02" else "persistent"
 
 
@@ -128,8 +131,18 @@ def test_designs_tile_and_pace_as_the_kernels_do():
             slices = rows // 16
             pause_ns = pace.slice_pace_ns(rows, seq_len, head_dim, 2, 132, 16)
             assert slices * pause_ns / 1e3 == pytest.approx(cost.leave_us, rel=0.1)  # whole key tiles, whole ns
-    assert design_of("fa4", (9, 0)) is design("persistent")
+    for head_dim, tile in design("fa3").tiles.items():
+        assert Variant(head_dim, "bfloat16").shape == tile
+    assert design_of("fa4", (9, 0)) is design("persistent") and design_of("fa3", (9, 0)) is design("fa3")
     assert design_of("fa4", (10, 0)) is None and design_of("torch", (9, 0)) is None
+
+
+def test_batch_entries_are_launches_but_where_one_launch_does_all():
+    one, two = (predicted("persistent", 2048, 8, H200X2, batch=batch).sender_us for batch in (1, 2))
+    assert two == 2 * one > 0
+    once, as_heads = predicted("fa3", 2048, 8, H200X2, batch=2), predicted("fa3", 2048, 16, H200X2)
+    assert (once.audit.waves, once.sender_us) == (as_heads.audit.waves, as_heads.sender_us)
+    assert once.audit.tiles == 2 * predicted("persistent", 2048, 8, H200X2, batch=2).audit.tiles
 
 
 def test_shipped_profiles_by_ranks_and_device():
@@ -144,7 +157,7 @@ def test_bad_input():
         predict_cost(AttentionShape(1, 4608, 24, 128, 2), H200X4, design("persistent"))
     with pytest.raises(UnsupportedError, match="for head_dim 128, 64, got 96"):
         predicted("persistent", 4608, 24, H200X4, head_dim=96)
-    with pytest.raises(ConfigurationError, match="stock, persistent, unpaced; got 'fast'"):
+    with pytest.raises(ConfigurationError, match="stock, persistent, unpaced, fa3; got 'fast'"):
         design("fast")
 
 
