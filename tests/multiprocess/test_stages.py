@@ -197,6 +197,11 @@ def stranded(rank, size):
 
     def exchange(topic, *rest):
         if topic == "shared memory mapped":
+            store = dist.distributed_c10d._get_default_store()
+            if rank:
+                store.set("stranded", "")
+            else:  # holds the store, and must not go before the other one is here
+                store.wait(["stranded"])
             os.kill(os.getpid(), signal.SIGKILL)
         return real(topic, *rest)
 
