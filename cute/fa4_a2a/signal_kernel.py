@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
@@ -183,10 +184,10 @@ class Signal:
         """By one thread: `step` and what follows will not come from this rank, since `missing` did not. Peers that wait
         for this rank need not wait out their own deadlines. `report` ends with a fence for these stores, too."""
         notice = Int64(int(Told.MISSED)) | (Int64(rank) << 8) | (Int64(missing) << 16) | (step << STEP_SHIFT)
-        peer = Int32(0)
-        while peer < num_ranks:
+        # Not unrolled: ptxas would take registers that a producer warp has given back (setmaxnreg), and the kernel
+        # would end by an illegal instruction before `report`.
+        for peer in cutlass.range(num_ranks, unroll=1):
             ptx.store_relaxed_sys(peer_blocks[peer] + 8 * TOLD, notice)
-            peer += 1
 
     @cute.jit
     def report(

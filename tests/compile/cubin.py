@@ -37,15 +37,46 @@ def cubins(data: bytes) -> list[bytes]:
     return found
 
 
-def instructions(path: Path) -> list[str]:
-    """One line per instruction, without its address; labels are made alike so that two kernels can be compared."""
+def _disassembled(path: Path) -> str:
     image = max(cubins(path.read_bytes()), key=len)  # nvcc adds an empty one for the device linker
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
-        text = subprocess.run([disassembler(), "-c", file.name], check=True, capture_output=True, text=True).stdout
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text)
+        return subprocess.run([disassembler(), "-c", file.name], check=True, capture_output=True, text=True).stdout
+
+
+def instructions(path: Path) -> list[str]:
+    """One line per instruction, without its address; labels are made alike so that two kernels can be compared."""
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", _disassembled(path))
     return [re.sub(r"\.L_x_\d+", ".L", line) for line in lines]
+
+
+def beyond_what_is_left(path: Path) -> list[str]:
+    """Instructions that name a register which the warps that get there have given back (setmaxnreg): they would end
+    the kernel as illegal ones. ptxas does not hold itself to the smaller number."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in _disassembled(path).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            code.append(instruction[1])
+    found: set[int] = set()
+    for start, instruction in enumerate(code):
+        if (changed := re.search(r"SETMAXREG\.DEALLOC\S* (0x[0-9a-f]+)", instruction)) is None:
+            continue
+        seen, ways = set(), [start + 1]
+        while ways:
+            at = ways.pop()
+            if at in seen or at >= len(code) or "SETMAXREG" in code[at]:
+                continue
+            seen.add(at)
+            ways += [labels[name] for name in re.findall(r"\.L_x_\d+", code[at])]
+            if not re.match(r"(EXIT|BRA|RET)\b", code[at]):  # unconditional
+                ways.append(at + 1)
+            if any(int(number) >= int(changed[1], 16) for number in re.findall(r"\bR(\d+)", code[at])):
+                found.add(at)
+    return [code[at] for at in sorted(found)]
 
 
 def opcodes(lines: list[str]) -> list[str]:

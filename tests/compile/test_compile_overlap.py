@@ -1,8 +1,9 @@
 from itertools import pairwise
 
 import pytest
-from cubin import PROXY_FENCE, no_local_memory, opcodes, uses
+from cubin import PROXY_FENCE, beyond_what_is_left, no_local_memory, opcodes, uses
 from device_view import FLOAT, INT, device_view
+from fa4_a2a.cache import cached_kernels
 from fa4_a2a.overlap import Counter, Geometry, OverlapPlan, Send, Step, load_overlap, send_order, whole_parts
 from fa4_a2a.persistent import load_persistent
 from fa4_a2a.signal import MAX_PARTS, PARTS, Flags
@@ -24,6 +25,8 @@ def test_kernel_keeps_its_registers(dtype, with_lse, sass):
     assert len(changed) == 2, "setmaxnreg is not ignored"
     assert "0x28" in changed[0]
     assert "0xe8" in changed[1]
+    mine = [k for k in cached_kernels() if k.name == f"overlap-sm_90a-d{D}-{dtype}" and k.key["with_lse"] == with_lse]
+    assert [beyond_what_is_left(k.path) for k in mine] == [[]]
     moves = [op for op in opcodes(lines) if op.startswith(("LDG", "STG")) and ".128" in op]
     loads = sum(op.startswith("LDG") for op in moves)
     assert loads == len(moves) - loads == 8, "two batches of four 16-byte loads and stores"

@@ -1,5 +1,5 @@
 import pytest
-from cubin import cubins, no_local_memory, opcodes, uses
+from cubin import beyond_what_is_left, cubins, no_local_memory, opcodes, uses
 from device_view import FLOAT, INT, device_view
 from fa4_a2a.cache import cached_kernels
 from fa4_a2a.forward import load_forward
@@ -69,6 +69,7 @@ def test_persistent_kernel(head_dim, dtype, tile, with_lse, build, sass):
     assert f"{producer:#x}" in changed[0]
     assert f"{consumer:#x}" in changed[1]
     assert registers(path) == 65536 // (128 * (groups + 1)) // 8 * 8
+    assert not beyond_what_is_left(path)
     assert bool(uses(lines, "ATOMG")) == build.release
     assert uses(lines, "MEMBAR.ALL.SYS") == (3 if build.release else 0), "no fence between tiles"
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from cubin import no_local_memory, opcodes, uses
+from cubin import beyond_what_is_left, no_local_memory, opcodes, uses
 from device_view import FLOAT, INT, device_view
 from fa4_a2a.forward import load_forward
 from fa4_a2a.persistent import Build, Order, load_persistent, persistent_tile
@@ -38,6 +38,7 @@ def test_persistent_kernel(head_dim, dtype, with_lse, build, sass):
     assert uses(lines, "UTMASTG") == head_dim // 64, "one loop over slices"
     assert no_local_memory(lines), "as in the stock kernel: test_compile_forward.py"
     assert registers(path) == 65536 // (16 * 32)
+    assert not beyond_what_is_left(path)
     assert uses(lines, "ATOMG") == build.release
     assert uses(lines, "MEMBAR.ALL.SYS") == (3 if build.release else 0), "no fence between tiles"
     assert any("SR_GLOBALTIMERLO" in line for line in lines) == (build.release or build.pace == "clock")

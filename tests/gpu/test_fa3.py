@@ -63,12 +63,21 @@ def test_error_is_at_most_twice_torchs(device, fa3, dtype, dim, batch, rows, key
     torch.testing.assert_close(lse, log_sum_exp(q, k, dim**-0.5), rtol=1e-5, atol=1e-3)
 
 
+# Against float32 where torch's own result is not finite: its bfloat16 kernel returns NaN for a scale of 0 or less (2x
+# H200, torch 2.11, 2026-11-30; ours was right to 4e-4). Outputs are below 4, and bfloat16 keeps 8 bits: half a unit in
+# the last place is 2^-9 of the value, once for the weights and once for the output.
+WITHOUT_TORCH = 2 * 4 * 2**-9
+
+
 @pytest.mark.parametrize("scale", [-0.1, 0.0, 0.01, 3.0])
 def test_any_scale(device, fa3, scale):
     q, k, v = draw(device, 1, 200, 300, 2, 2, 128, torch.bfloat16)
     got, lse = fa3(torch.bfloat16, 128).local(q, k, v, scale, 1, True)
-    want, torchs = reference(q, k, v, scale=scale), reference(q, k, v, torch.bfloat16, scale).float()
-    assert (got.float() - want).abs().max() <= 2 * (torchs - want).abs().max() + 1e-6
+    scores = q.float().transpose(1, 2) @ k.float().transpose(1, 2).mT * scale
+    want = (scores.softmax(-1) @ v.float().transpose(1, 2)).transpose(1, 2)
+    torchs = reference(q, k, v, torch.bfloat16, scale).float()
+    bound = 2 * (torchs - want).abs().max() + 1e-6 if torchs.isfinite().all() else WITHOUT_TORCH
+    assert (got.float() - want).abs().max() <= bound
     torch.testing.assert_close(lse, log_sum_exp(q, k, scale), rtol=1e-5, atol=1e-3)
 
 

@@ -17,6 +17,7 @@ _PROGRAM = """
 import json, os, sys, torch
 sys.path[:0] = [{root!r}, {root!r} + "/cute"]
 from fa4_a2a.signal import *
+from fa4_a2a.persistent import Build, load_persistent
 arguments = json.loads(sys.argv[1])
 signal = load_signal("sm_{{}}{{}}a".format(*torch.cuda.get_device_capability()))
 blocks = torch.zeros(3, BLOCK_WORDS, dtype=torch.int64, pin_memory=True)
@@ -25,7 +26,15 @@ table = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device="
 blocks[0, EPOCH] = arguments["epoch"] - (1 if arguments["flags"] & 1 else 0)
 blocks[0, TOLD] = arguments["told"]
 torch.cuda.synchronize()
-signal(table, 0, 3, arguments["word"], arguments["flags"], 5, arguments["deadline_ns"], record.data_ptr())
+if arguments["attention"]:
+    q = torch.zeros(1, 128, 1, arguments["attention"], dtype=torch.bfloat16, device="cuda")
+    arch = "sm_{{}}{{}}a".format(*torch.cuda.get_device_capability())
+    attend = load_persistent(arguments["attention"], "bfloat16", arch, 1, build=Build(release=True))
+    counter = torch.zeros(1, dtype=torch.int64, device="cuda")
+    release = (table, 0, 3, arguments["flags"], arguments["deadline_ns"], record.data_ptr(), counter)
+    attend(q, q, q, torch.empty_like(q), None, 0.1, 0, *release)
+else:
+    signal(table, 0, 3, arguments["word"], arguments["flags"], 5, arguments["deadline_ns"], record.data_ptr())
 try:
     torch.cuda.synchronize()
 except Exception:
@@ -35,10 +44,12 @@ os._exit(0)
 """
 
 
-def wait(word, epoch, told=0, deadline_ns=60 * 10**9):
-    """(record, signal blocks, seconds) of a wait of rank 0 for two peers that never come."""
+def wait(word, epoch, told=0, deadline_ns=60 * 10**9, attention=0):
+    """(record, signal blocks, seconds) of a wait of rank 0 for two peers that never come. attention: head_dim of an
+    attention kernel that waits at its end, in place of the signal kernel."""
     flags = int(Flags.PUBLISH | Flags.WAIT | (Flags.ADVANCE if word is Word.ARRIVED else 0))
     arguments = {"word": int(word), "epoch": epoch, "told": told, "flags": flags, "deadline_ns": deadline_ns}
+    arguments["attention"] = attention
     command = [sys.executable, "-c", _PROGRAM.format(root=str(ROOT)), json.dumps(arguments)]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -63,9 +74,12 @@ def test_a_notice_of_a_later_step_leaves_the_wait_alone(device):
     assert record[Record.CODE] == Failure.DEADLINE
 
 
-@pytest.mark.parametrize("word", Word)
-def test_a_deadline_is_told_to_every_peer(device, word):
-    record, blocks, _ = wait(word, 8, deadline_ns=50 * 10**6)
+@pytest.mark.parametrize(
+    ("word", "attention"), [(Word.ARRIVED, 0), (Word.READY, 0), (Word.READY, 128), (Word.READY, 64)]
+)
+def test_a_deadline_is_told_to_every_peer(device, word, attention):
+    """Also by a warp of the attention kernel, which has given most of its registers back."""
+    record, blocks, _ = wait(word, 8, deadline_ns=50 * 10**6, attention=attention)
     assert (record[Record.CODE], record[Record.PEER], record[Record.FOUND_FINGERPRINT]) == (Failure.DEADLINE, 1, 0)
     for block in blocks:
         notice = Notice.unpacked(block[TOLD])

@@ -1,6 +1,11 @@
-"""Run under torchrun, one process for each GPU:
+"""Run under torchrun, one process for each GPU, the whole tier in one go:
 
-python -m torch.distributed.run --nproc-per-node 4 -m pytest tests/multigpu
+python -m torch.distributed.run --nproc-per-node 2 -m pytest -q --timeout 60 tests/multigpu
+
+What fails is printed at once, by each rank: a run that is ended from outside prints no summary. Tests of faults
+(test_stages_on_gpus, test_faults) start ten processes at a time beside the session's own and take about a minute; the
+tests that are skipped with two GPUs need four. A limit for a test must leave room for one round of those processes,
+30 s. Kernels that are not in the cache (FA_A2A_CACHE_DIR) are compiled by the first test that needs them.
 """
 
 import os
@@ -8,6 +13,18 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        writer = item.config.get_terminal_writer()
+        writer.line()
+        writer.sep("-", f"rank {os.environ.get('RANK', '0')}: {report.nodeid}, {report.when}")
+        writer.line(report.longreprtext[-6000:])
+        writer.flush()
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +47,18 @@ def device(world):
 
     dist.barrier()
     yield world
+    fa_a2a.close()
+
+
+@pytest.fixture(scope="session")
+def kernels_are_cached(world, need):
+    """Processes that a test starts find the kernels they use compiled: head_dim 128, bfloat16."""
+    need("multigpu", torch.cuda.get_device_capability(world) == (9, 0), "needs GPUs of compute capability 9.0")
+    import fa_a2a
+
+    size = dist.get_world_size()
+    parts = [torch.zeros(1, 128, 2 * size, 128, device=world, dtype=torch.bfloat16) for _ in range(3)]
+    for exchange in ("fused", "overlapped", "collective"):
+        fa_a2a.UlyssesAttention(kernel="fa4", exchange=exchange)(*parts)
+    torch.cuda.synchronize()
     fa_a2a.close()

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_faults import run
 from test_fused_layer import draw, shard
 
 from fa_a2a import UlyssesAttention, scatter_heads
@@ -154,32 +153,3 @@ def test_what_it_does_not_take_is_refused_by_name(device):
         layer()(*(t[..., :64].contiguous() for t in parts))
     with pytest.raises(ConfigurationError, match="no first half"):
         scatter_heads(*parts, exchange="overlapped")
-
-
-def test_a_rank_that_does_not_call_is_named_within_the_deadline(device):
-    text = run("if rank == 1: time.sleep(12); os._exit(0)\nif rank == 0:", exchange="overlapped")
-    assert "PeerTimeoutError: rank 1 did not finish the exchange before attention of call 2" in text, text
-
-
-def test_other_arguments_in_mid_run_end_the_call_everywhere(device):
-    text = run(
-        """
-        if rank == 1:
-            parts = [t[:, :64] for t in parts]
-        if True:""",
-        exchange="overlapped",
-    )
-    assert text.count("PeerMismatchError") >= 2, text
-
-
-def test_another_exchange_on_one_rank_ends_the_call_everywhere(device):
-    text = run(
-        """
-        other = UlyssesAttention(kernel="fa4", exchange="fused", timeout_s=3)
-        other(*parts)
-        if rank == 1:
-            attention = other
-        if True:""",
-        exchange="overlapped",
-    )
-    assert text.count("PeerMismatchError") >= 2, text
