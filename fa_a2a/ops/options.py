@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ def checked(options: Options) -> Checked:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _integers(name: str, values: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -101,6 +102,8 @@ def _integers(name: str, values: torch.Tensor | Sequence[int] | None) -> tuple[i
             raise ShapeError(
                 f"{name} must be one-dimensional with integers, got a tensor of {values.dtype} {tuple(values.shape)}"
             )
+        if values.is_meta:
+            raise ShapeError(f"{name} must have values, got a tensor on the meta device; pass a list")
         if values.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigurationError(
                 f"{name} on a GPU cannot be read while a CUDA graph is captured; pass a list, .tolist() of it"
