@@ -44,6 +44,10 @@ class Checked(NamedTuple):
     norm_rope: tuple[str, ...] | None  # its layout
 
 
+WHOLE_KV_ALONE = (
+    "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes, replicated_text and norm_rope "
+    "have no meaning; leave them out"
+)
 PLAIN = Options()
 PLAIN_KEY = Checked(False, None, None, 0, False, None)
 
@@ -83,10 +87,7 @@ def checked(options: Options) -> Checked:
         None if norm_rope is None else norm_rope.layout,
     )
     if whole_kv and (causal or counts is not None or text or norm_rope is not None):
-        raise UnsupportedError(
-            "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes, replicated_text and "
-            "norm_rope have no meaning; leave them out"
-        )
+        raise UnsupportedError(WHOLE_KV_ALONE)
     return found
 
 

@@ -78,6 +78,9 @@ def wrong(rank, size):
     }
     found = {name: attempt(layer, q, k, v, norm_rope=case) for name, case in cases.items()}
     found["whole_kv"] = attempt(layer, q, k, v, norm_rope=good, whole_kv=True)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="whole_kv goes with key_lengths alone"):
+        torch.compile(layer, fullgraph=True, backend="eager")(q, k, v, norm_rope=good, whole_kv=True)
     found["works after"] = attempt(layer, q, k, v, norm_rope=good)
     return found
 
