@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from .comm.group import Group, resolve
+from .errors import UnsupportedError
 from .ops import schema
 from .ops.functional import deadline, find_plan, whole_layer
 from .ops.norm_rope import NormRope
-from .ops.options import PLAIN, Options
+from .ops.options import PLAIN, WHOLE_KV_ALONE, Options
 from .ops.plan import Plan, check_choices
 
 if TYPE_CHECKING:
@@ -94,6 +96,8 @@ class UlyssesAttention(torch.nn.Module):
         """
         if torch.compiler.is_compiling():
             if norm_rope is not None:  # for the compiler to fuse
+                if whole_kv:
+                    raise UnsupportedError(WHOLE_KV_ALONE)
                 norm_rope.check(q_BsHD)
                 q_BsHD, k_BsHD = norm_rope.applied(q_BsHD, k_BsHD)
             lengths = key_lengths
@@ -130,7 +134,13 @@ class UlyssesAttention(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> UlyssesAttention:
         """A copy of a model shares its process group."""
-        copied = UlyssesAttention(self._requested_group, self.kernel, self.exchange, self.copy, self.timeout_s)
-        copied.train(self.training)
-        memo[id(self)] = copied
+        copied = type(self).__new__(type(self))
+        memo[id(self)], memo[id(self._requested_group)] = copied, self._requested_group
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was looked up in this process: a module can be pickled after its first call as before it, unless
+        it was given a group, which no process can hand to another."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state | {"_group": None, "_world": None, "last_plan": None}

@@ -225,11 +225,17 @@ def whole_layer(
         if norm_rope is not None and not plan.norm_rope_in_kernel:
             qkv = (*norm_rope.applied(*qkv[:2]), qkv[2])
         out, lse = layer.run(qkv, plan, workspace, seconds, norm_rope)
-    return copied(out, lse) if copy else (out, lse)
+    return handed_out(out, lse, copy)
 
 
-def copied(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return out.clone(), None if lse is None else lse.clone()
+def handed_out(out: torch.Tensor, lse: torch.Tensor | None, copy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if copy:
+        return out.clone(), None if lse is None else lse.clone()
+    if (
+        torch.is_grad_enabled()
+    ):  # what requires grad and is put into them in place would else tie a graph to the buffers
+        return out.detach(), None if lse is None else lse.detach()
+    return out, lse
 
 
 def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -251,4 +257,4 @@ def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tens
     if shards._call is workspace:
         fused.announce(plan, workspace, seconds)
     out, lse = fused.attend(shards._q, shards._k, shards._v, plan, workspace, seconds)
-    return copied(out, lse) if copy else (out, lse)
+    return handed_out(out, lse, copy)

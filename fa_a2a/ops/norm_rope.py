@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ShapeError
+from ..errors import ShapeError, UnsupportedError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -39,6 +39,9 @@ class NormRope:
                 raise ShapeError(f"NormRope takes {names[0]} and {names[1]}, both or neither; got one of them")
             if one is None:
                 continue
+            if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
+                got = ", ".join(type(t).__name__ for t in (one, two))
+                raise ShapeError(f"NormRope's {names[0]} and {names[1]} must be tensors, got {got}")
             if one.shape != two.shape or one.dim() != dims or one.dtype != two.dtype:
                 raise ShapeError(
                     f"NormRope's {names[0]} and {names[1]} must be {rule} and of one dtype; got {tuple(one.shape)} "
@@ -46,6 +49,8 @@ class NormRope:
                 )
             if one.dtype not in _DTYPES:
                 raise ShapeError(f"NormRope's {names[0]} must be bfloat16, float16 or float32, got {one.dtype}")
+        if not isinstance(self.interleaved, bool):
+            raise ShapeError(f"NormRope's interleaved must be True or False, got {self.interleaved!r}")
         if not (isinstance(self.eps, (int, float)) and 0 <= self.eps < float("inf")):
             raise ShapeError(f"NormRope's eps must be a finite number, 0 or more, got {self.eps!r}")
         if self.q_weight is None and self.cos is None:
@@ -61,6 +66,10 @@ class NormRope:
         kind = "interleaved" if self.interleaved else "halves"
         return weights, kind, str(self.cos.shape[1]), str(self.cos.dtype).removeprefix("torch."), str(self.eps)
 
+    @property
+    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.q_weight, self.k_weight, self.cos, self.sin
+
     def problem(self, q: torch.Tensor) -> str | None:
         """Why this does not fit q and k (batch, rows, heads, head_dim) of this rank, or None."""
         rows, head_dim = q.shape[1], q.shape[3]
@@ -71,15 +80,20 @@ class NormRope:
                 f"NormRope's cos must have shape ({rows}, {head_dim}) or ({rows}, {head_dim // 2}), the rows of this "
                 f"rank's tokens, got {tuple(self.cos.shape)}"
             )
-        for t in (self.q_weight, self.k_weight, self.cos, self.sin):
+        for t in self._tensors:
             if t is not None and t.device != q.device:
                 return f"NormRope's tensors must be on q's device, {q.device}, got {t.device}"
         return None
 
     def check(self, q: torch.Tensor) -> None:
-        """Raises ShapeError where there is a problem."""
+        """Raises ShapeError where there is a problem, UnsupportedError for tensors that require grad in grad mode."""
         if (problem := self.problem(q)) is not None:
             raise ShapeError(problem)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self._tensors):
+            raise UnsupportedError(
+                "NormRope's weights or tables require grad, and there is no backward; detach them, or call it under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
 
     def applied(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k, normed and rotated by torch operations."""

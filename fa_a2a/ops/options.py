@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,10 @@ class Checked(NamedTuple):
     norm_rope: tuple[str, ...] | None  # its layout
 
 
+WHOLE_KV_ALONE = (
+    "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes, replicated_text and norm_rope "
+    "have no meaning; leave them out"
+)
 PLAIN = Options()
 PLAIN_KEY = Checked(False, None, None, 0, False, None)
 
@@ -82,15 +87,12 @@ def checked(options: Options) -> Checked:
         None if norm_rope is None else norm_rope.layout,
     )
     if whole_kv and (causal or counts is not None or text or norm_rope is not None):
-        raise UnsupportedError(
-            "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes, replicated_text and "
-            "norm_rope have no meaning; leave them out"
-        )
+        raise UnsupportedError(WHOLE_KV_ALONE)
     return found
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _integers(name: str, values: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -101,6 +103,8 @@ def _integers(name: str, values: torch.Tensor | Sequence[int] | None) -> tuple[i
             raise ShapeError(
                 f"{name} must be one-dimensional with integers, got a tensor of {values.dtype} {tuple(values.shape)}"
             )
+        if values.is_meta:
+            raise ShapeError(f"{name} must have values, got a tensor on the meta device; pass a list")
         if values.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigurationError(
                 f"{name} on a GPU cannot be read while a CUDA graph is captured; pass a list, .tolist() of it"

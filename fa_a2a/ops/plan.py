@@ -111,7 +111,7 @@ def _agree(
         mine: dict[str, str | None] = {"request": json.dumps(asdict(request)), "error": None}
         for name in kernels.KERNELS:
             of_request = (request.torch_dtype, request.head_dim, request.with_lse, request.causal)
-            mine[name] = kernels.problem(name, device, *of_request)
+            mine[name] = kernels.problem(name, device, *of_request) or scale_problem(name, request.scale)
         mine[advice.GPU] = advice.gpu_of(device)
     else:
         mine = {"request": None, "error": f"{type(request).__name__}: {request}"}
@@ -144,6 +144,14 @@ def _agree(
         raise PeerMismatchError("; ".join(f"rank {r}: {text}" for r, text in errors.items()))
     _compare(reports)
     return reports
+
+
+def scale_problem(kernel: str, scale: float) -> str | None:
+    """Why the kernel cannot take this scale, or None. flash-attn-4 masks scores, keys past the end in the last tile
+    among them, before it scales them: -inf times 0 is NaN, and times a negative number it is the largest score."""
+    if kernel == "fa4" and scale <= 0:
+        return f"kernel 'fa4' takes a scale above 0, got {scale:g}; for a negative one negate q"
+    return None
 
 
 def _compare(reports: list[dict[str, str | None]]) -> None:

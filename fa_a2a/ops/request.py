@@ -12,7 +12,7 @@ Under a CUDA graph nothing of this is looked at: sizes and lengths are those of 
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,10 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: b
         if not isinstance(t, torch.Tensor) or t.dim() != 4:
             got = f"{t.dim()} dimensions" if isinstance(t, torch.Tensor) else type(t).__name__
             raise ShapeError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {got}")
+        if hasattr(t, "to_local"):
+            raise ShapeError(
+                f"{name} must be a tensor of this rank's own tokens, got {type(t).__name__}; pass .to_local()"
+            )
         if t.dtype != q.dtype or t.device != q.device:
             raise ShapeError(
                 f"q, k and v must have one dtype and device; q has {q.dtype} on {q.device}, "
@@ -98,12 +102,12 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: b
         if min(t.shape) < 1:
             raise ShapeError(f"{name} must not be empty, got shape {tuple(t.shape)}")
     _check_against_each_other(q, k, v, whole_kv)
+    if q.device.type not in ("cpu", "cuda"):
+        raise ShapeError(f"tensors must be on cpu or cuda, got {q.device}")
     allowed = (torch.bfloat16, torch.float16) + ((torch.float32,) if q.device.type == "cpu" else ())
     if q.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise ShapeError(f"dtype must be one of {names} on {q.device.type}, got {q.dtype}; cast q, k and v first")
-    if q.device.type not in ("cpu", "cuda"):
-        raise ShapeError(f"tensors must be on cpu or cuda, got {q.device}")
     if q.shape[3] % 8:
         raise ShapeError(f"head_dim must be a multiple of 8, got {q.shape[3]}; pad the heads")
 
@@ -154,8 +158,10 @@ def make_request(
     """Checks the arguments of this rank and describes them. Raises ShapeError, UnsupportedError, ConfigurationError."""
     values = checked(options)
     check_tensors(q, k, v, values.whole_kv)
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= sys.float_info.max):
         raise ConfigurationError(f"scale must be a finite number or None, got {scale!r}")
+    if not isinstance(with_lse, bool):
+        raise ConfigurationError(f"return_lse must be True or False, got {with_lse!r}")
     batch, rows, heads, head_dim = q.shape
     times = group.size if head_sharded else 1
     request = Request(

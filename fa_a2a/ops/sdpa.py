@@ -28,7 +28,11 @@ class _Sdpa:
         assert not causal_from
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         causal = causal_from is not None
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal).transpose(1, 2), None
+        if scale <= 0:  # torch's CPU kernel masks scores before it scales them: -inf times this is NaN or inf
+            q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+        with torch.autocast(q.device.type, enabled=False):  # which would change the output's dtype
+            o = F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
+        return o.transpose(1, 2), None
 
     def fused(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sink: Sink, with_lse: bool

@@ -1,5 +1,6 @@
 """The torch.library operator and the layer in a group of one rank, and what they say where there is no group."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 import fa_a2a
 from fa_a2a import HeadShards, UlyssesAttention, attention_gather, scatter_heads
 from fa_a2a.errors import ConfigurationError, GroupError, ShapeError, UnsupportedError
+from fa_a2a.ops import plan
 
 
 @pytest.fixture
@@ -67,6 +69,44 @@ def test_compiled_before_any_eager_call(alone, kernel):
     q, k, v = inputs()
     compiled = torch.compile(UlyssesAttention(kernel=kernel), fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(q, k, v), plain(q, k, v), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.3])
+@pytest.mark.parametrize("keys", [24, 7])
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+def test_any_scale_under_causal_and_padded_keys(alone, kernel, keys, scale):
+    q, k, v = inputs(seq=24)
+    out = UlyssesAttention(kernel=kernel)(q, k, v, scale, causal=True, key_lengths=[keys, 24])
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    scores = q @ k.mT * scale
+    scores.masked_fill_(torch.ones(24, 24).triu(1).bool(), float("-inf"))
+    scores[0, :, :, keys:] = float("-inf")
+    assert torch.allclose(out.double(), (scores.softmax(-1) @ v).transpose(1, 2), atol=1e-5)
+
+
+def test_numpys_integers_are_integers(alone):
+    layer, whole = UlyssesAttention(), inputs()
+    sizes, lengths = [np.int64(22)], list(np.array([24, 7]))
+    out = layer(*whole, shard_sizes=sizes, replicated_text=np.int64(2), key_lengths=lengths)
+    assert torch.equal(out, layer(*whole, key_lengths=[24, 7]))
+
+
+def test_flash_attention_4_is_not_asked_for_scales_that_its_masks_cannot_bear():
+    assert plan.scale_problem("fa4", 0.125) is None
+    assert [plan.scale_problem(kernel, -0.125) for kernel in ("cpu", "torch", "fa3")] == [None] * 3
+    for scale in (0.0, -0.125):
+        assert f"takes a scale above 0, got {scale:g}" in plan.scale_problem("fa4", scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_autocast_leaves_the_dtype_of_torchs_attention(alone, dtype):
+    q, k, v = inputs(dtype)
+    layer = UlyssesAttention(kernel="torch")
+    want = layer(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(q, k, v)
+    assert out.dtype == dtype
+    assert torch.equal(out, want)
 
 
 def test_error_leaves_the_group_usable(alone):

@@ -3,6 +3,7 @@
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 from workers import attempt, forget, inputs, works
@@ -19,6 +20,12 @@ def call(rank, size, change=None, **options):
     if change is not None:
         q, k, v = change(q, k, v)
     UlyssesAttention(**{"kernel": "cpu", "exchange": "fused", "timeout_s": 30, **options})(q, k, v)
+
+
+def distributed(t):
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    return DTensor.from_local(t, init_device_mesh("cpu", (2,)), [Shard(1)])
 
 
 BAD = {
@@ -41,6 +48,7 @@ BAD = {
     ),
     "integers": (lambda *qkv: [t.int() for t in qkv], "ShapeError", "dtype must be one of"),
     "head_dim": (lambda *qkv: [t[..., :12] for t in qkv], "ShapeError", "multiple of 8, got 12"),
+    "of all ranks": (lambda *qkv: [distributed(t) for t in qkv], "ShapeError", "got DTensor; pass .to_local()"),
     "heads": (lambda *qkv: [t[:, :, :1] for t in qkv], "ShapeError", "at least one head: 1 heads over 2 ranks"),
 }
 
@@ -73,6 +81,8 @@ OPTIONS = {
     "nan deadline": ({"timeout_s": float("nan")}, "ConfigurationError", "timeout_s must be"),
     "no deadline": ({"timeout_s": "never"}, "ConfigurationError", "timeout_s must be"),
     "nan scale": ({"scale": float("nan")}, "ConfigurationError", "scale must be"),
+    "scale past floats": ({"scale": 10**400}, "ConfigurationError", "scale must be"),
+    "lse by a number": ({"return_lse": np.bool_(True)}, "ConfigurationError", "return_lse must be True or False"),
     "text as scale": ({"scale": "big"}, "ConfigurationError", "scale must be"),
     "sizes of three ranks": ({"shard_sizes": [8, 4, 4]}, "ShapeError", "a number for each of 2 ranks, got [8, 4, 4]"),
     "sizes of no rank": ({"shard_sizes": [16, 0]}, "ShapeError", "shard_sizes"),
@@ -84,6 +94,7 @@ OPTIONS = {
     "lengths of two entries": ({"key_lengths": [3, 4]}, "ShapeError", "must be 1 numbers, one for each batch entry"),
     "no key": ({"key_lengths": torch.tensor([0])}, "ShapeError", "from 1 to the 16 keys"),
     "more keys than there are": ({"key_lengths": [17]}, "ShapeError", "from 1 to the 16 keys"),
+    "lengths without values": ({"key_lengths": torch.ones(1, device="meta").int()}, "ShapeError", "must have values"),
     "a mask for lengths": ({"key_lengths": torch.ones(1, dtype=torch.bool)}, "ShapeError", "with integers"),
     "causal by a word": ({"causal": "yes"}, "ConfigurationError", "causal must be True or False"),
     "causal cross-attention": (

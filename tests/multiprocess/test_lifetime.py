@@ -82,6 +82,26 @@ def test_inputs_that_require_grad_are_refused_only_in_grad_mode(ranks):
         assert well
 
 
+def gated_in_place(rank, size):
+    """An output is the caller's: what is done to it in place says nothing about the next one."""
+    layer, found = UlyssesAttention(kernel="cpu", exchange="fused"), []
+    gate = torch.full((), 2.0, requires_grad=True)
+    q, k, v = inputs(rank, size)
+    want, want_lse = (t.clone() for t in layer(q, k, v, return_lse=True))
+    for _ in range(3):
+        out, lse = layer(q, k, v, return_lse=True)
+        found.append((out.requires_grad, lse.requires_grad, torch.equal(out, want), torch.equal(lse, want_lse)))
+        out.mul_(gate), lse.mul_(gate)
+        half, _ = attention_gather(scatter_heads(q, k, v, kernel="cpu", exchange="fused"))
+        found.append((half.requires_grad, False, torch.equal(half, want), True))
+        half.mul_(gate)
+    return set(found)
+
+
+def test_changes_in_place_tie_no_graph_to_the_workspace(ranks):
+    assert ranks(2).run(gated_in_place) == [{(False, False, True, True)}] * 2
+
+
 def two_shapes_in_turn(rank, size):
     layer = UlyssesAttention(kernel="cpu", exchange="fused", copy=True)
     serial = UlyssesAttention(kernel="cpu", exchange="collective")

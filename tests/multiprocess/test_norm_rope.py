@@ -73,10 +73,14 @@ def wrong(rank, size):
         "rows": NormRope(cos=good.cos[1:], sin=good.sin[1:]),
         "weight": NormRope(q_weight=torch.ones(8), k_weight=torch.ones(8)),
         "kind": "rope",
+        "grad": NormRope(*(torch.nn.Parameter(w) for w in (good.q_weight, good.k_weight))),
         "one rank's eps": NormRope(good.q_weight, good.k_weight, eps=1e-5 if rank else 1e-4),
     }
     found = {name: attempt(layer, q, k, v, norm_rope=case) for name, case in cases.items()}
     found["whole_kv"] = attempt(layer, q, k, v, norm_rope=good, whole_kv=True)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="whole_kv goes with key_lengths alone"):
+        torch.compile(layer, fullgraph=True, backend="eager")(q, k, v, norm_rope=good, whole_kv=True)
     found["works after"] = attempt(layer, q, k, v, norm_rope=good)
     return found
 
@@ -87,6 +91,7 @@ def test_wrong_values_are_one_error_everywhere(ranks):
             "rows": "ShapeError",
             "weight": "ShapeError",
             "kind": "ConfigurationError",
+            "grad": "UnsupportedError",
             "one rank's eps": "PeerMismatchError",
             "whole_kv": "UnsupportedError",
             "works after": "",

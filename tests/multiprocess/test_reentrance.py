@@ -1,6 +1,8 @@
 """Two modules, threads and groups at once; what is left half-way, kept alive too long, or collected in any order."""
 
+import copy
 import gc
+import pickle
 import random
 import threading
 import time
@@ -45,6 +47,36 @@ def two_modules(rank, size):
 
 def test_two_modules_in_turn(ranks):
     assert ranks(2).run(two_modules) == [True, True]
+
+
+class Doubled(UlyssesAttention):
+    def forward(self, *parts):
+        return 2 * super().forward(*parts)
+
+
+def copied_and_pickled(rank, size):
+    """A subclass with a hook, an attribute and a group, copied; one without a group, pickled after a call."""
+    parts, other = inputs(rank, size), dist.group.WORLD
+    layer = Doubled(other, **FUSED, copy=True)
+    layer.register_forward_hook(add_one)
+    layer.note = [3]
+    first = layer(*parts)
+    twin = copy.deepcopy(torch.nn.Sequential(layer, layer))
+    assert twin[0] is twin[1] and twin[0] is not layer and twin[0]._requested_group is other
+    assert twin[0].note == [3] and twin[0].note is not layer.note
+    plain = Doubled(**FUSED, copy=True).eval()
+    plain(*parts)
+    again = pickle.loads(pickle.dumps(plain))
+    return torch.equal(twin[0](*parts), first), torch.equal(again(*parts) + 1, first), again.training, repr(again)
+
+
+def add_one(module, parts, out):
+    return out + 1
+
+
+def test_copies_and_pickles_are_whole(ranks):
+    text = "Doubled(kernel='cpu', exchange='fused', copy=True, timeout_s=30)"
+    assert ranks(2).run(copied_and_pickled) == [(True, True, False, text)] * 2
 
 
 def two_threads(rank, size, calls):
