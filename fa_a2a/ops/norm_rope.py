@@ -73,9 +73,12 @@ class NormRope:
     def problem(self, q: torch.Tensor) -> str | None:
         """Why this does not fit q and k (batch, rows, heads, head_dim) of this rank, or None."""
         rows, head_dim = q.shape[1], q.shape[3]
-        if self.q_weight is not None and self.q_weight.shape != (head_dim,):
+        if self.q_weight is not None and self.q_weight.shape[0] != head_dim:
             return f"NormRope's q_weight must have shape ({head_dim},), got {tuple(self.q_weight.shape)}"
-        if self.cos is not None and self.cos.shape not in ((rows, head_dim), (rows, head_dim // 2)):
+        # torch.compile finds nothing in a tuple of symbols: no `in` here
+        if self.cos is not None and not (
+            self.cos.shape[0] == rows and (self.cos.shape[1] == head_dim or self.cos.shape[1] == head_dim // 2)
+        ):
             return (
                 f"NormRope's cos must have shape ({rows}, {head_dim}) or ({rows}, {head_dim // 2}), the rows of this "
                 f"rank's tokens, got {tuple(self.cos.shape)}"

@@ -65,6 +65,22 @@ def test_inside_equals_before(ranks, interleaved, pairs, norm, rope):
         assert without > 1e-2  # it does something
 
 
+def compiled_for_other_rows(rank, size, dynamic):
+    torch._dynamo.reset()
+    layer, differences = UlyssesAttention(kernel="cpu", copy=True), []
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (8, 12, 9, 11):
+        parts, angle = inputs(rank, size, rows=rows, dim=DIM), torch.arange(rows * DIM).view(rows, DIM)
+        both = NormRope(cos=angle.cos(), sin=angle.sin()) if rows in (9, 11) else None  # q's rows a symbol first
+        differences.append((fast(*parts, norm_rope=both) - layer(*parts, norm_rope=both)).abs().max().item())
+    return max(differences)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_rows_that_change_under_compile(ranks, dynamic):
+    assert max(ranks(2).run(compiled_for_other_rows, dynamic=dynamic)) < 2e-6
+
+
 def wrong(rank, size):
     q, k, v = inputs(rank, size, rows=ROWS, dim=DIM)
     layer = UlyssesAttention(kernel="cpu", timeout_s=20)
