@@ -15,6 +15,7 @@ from ..xstage import (
     design,
     load_profile,
     predict_cost,
+    shipped_profile,
 )
 from ..xstage.attention_run import simulate_attention
 from ..xstage.platform import StoreName
@@ -29,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--ranks", type=int, help="the profile's by default")
-    parser.add_argument("--profile", default="h200x4", help="platform profile: name or JSON file")
+    parser.add_argument("--profile", help="platform profile: name or JSON file; a shipped one for --ranks by default")
     parser.add_argument(
         "--kernel",
         choices=(*DESIGNS, EVERY),
@@ -44,7 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    profile = load_profile(arguments.profile)
+    profile = _profile(arguments)
     store: StoreName = arguments.store or ("bulk" if "bulk" in profile.stores else next(iter(profile.stores)))
     if arguments.kernel is None:
         _bounds(arguments, profile, store)
@@ -55,6 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
             print()
         _kernel(arguments, profile, store, design(name))
     return 0
+
+
+def _profile(arguments: argparse.Namespace) -> PlatformProfile:
+    if arguments.profile is not None or arguments.ranks is None:
+        return load_profile(arguments.profile or "h200x4")
+    if arguments.ranks < 1:
+        raise ConfigurationError(f"--ranks must be at least 1, got {arguments.ranks}")
+    found = shipped_profile(arguments.ranks)
+    if found is None:
+        raise ConfigurationError(f"no shipped profile is for {arguments.ranks} ranks; name one with --profile")
+    return found
 
 
 def _call(arguments: argparse.Namespace, profile: PlatformProfile) -> dict[str, int]:

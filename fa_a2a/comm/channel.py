@@ -93,6 +93,7 @@ class Channel:
             store.set(f"{prefix}/{self.rank}", json.dumps(value))
             self._await([f"{prefix}/{r}" for r in range(self.size)], topic, timeout_s, watch)
             values = [json.loads(store.get(f"{prefix}/{r}")) for r in range(self.size)]
+            self._sweep(f"{prefix}/{self.rank}")
         except Exception as error:
             if isinstance(error, FaA2AError):
                 self._abandon(error)
@@ -101,7 +102,6 @@ class Channel:
         except BaseException as error:  # Ctrl-C: this rank will not read the others' values
             self._abandon(error)
             raise
-        self._sweep(f"{prefix}/{self.rank}")
         return values
 
     def _await(self, keys: list[str], topic: str, timeout_s: float, watch: Watch | None) -> None:
@@ -126,7 +126,10 @@ class Channel:
 
     def _gone(self, topic: str, error: Exception) -> PeerTimeoutError:
         """The store's host has ended; its connection errors are no news to a user."""
-        return PeerTimeoutError(f"the store of torch.distributed stopped answering during '{topic}': {error}")
+        return PeerTimeoutError(
+            f"the store of torch.distributed stopped answering rank {self.rank} during '{topic}': {error}; the process "
+            "that holds it, rank 0's or its launcher, has ended: start all ranks anew"
+        )
 
     @property
     def _abandoned(self) -> str:

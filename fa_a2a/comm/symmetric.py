@@ -63,7 +63,8 @@ class Fault:
             )
         return PeerMismatchError(
             f"rank {self.peer} made call {self.expected_epoch} with other arguments than rank {self.rank}, or failed "
-            "in it; shapes, dtypes and options must be the same on every rank"
+            f"in it: rank {self.peer}'s own error says what differs; shapes, dtypes and options must be the same on "
+            "every rank; call fa_a2a.close(group) on every rank, then go on"
         )
 
 

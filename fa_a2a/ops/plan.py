@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from ..comm.symmetric import SymmetricMemory
 from ..comm.workspace import Workspace
 from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError, UnsupportedError
 from ..layout import ExchangeShape, fingerprint
-from . import advice, kernels
+from . import advice, differences, kernels
 from .kernels import AttentionKernel
 from .pieces import heads_per_kv
 from .request import Request, check_choices, check_deadline, is_deadline, make_request
@@ -127,10 +126,17 @@ def _agree(
         if group.workspace is None or not (ahead := [r for r in ahead if not has_come(r)]):
             return
         group.workspace.abort()
-        what = str(request) if isinstance(request, FaA2AError) else mine["request"]
-        message = f"ranks {ahead} made their next call with other arguments than rank {group.rank}, which got: {what}"
+        what = (
+            str(request)
+            if isinstance(request, FaA2AError)
+            else differences.from_known(request, [plan.request for plan in group.plans.values()])
+        )
+        message = f"rank {group.rank} departs from a call that ranks {ahead} have begun: {what}"
         group.poisoned = message
-        raise PeerMismatchError(f"{message}; shapes, dtypes and options must be the same on every rank")
+        raise PeerMismatchError(
+            f"{message}; shapes, dtypes and options must be the same on every rank; call fa_a2a.close(group) on every "
+            "rank, then go on"
+        )
 
     try:
         reports = group.exchange("agreement on the arguments", mine, timeout_s, watch)
@@ -142,7 +148,7 @@ def _agree(
         raise request  # texts may differ, in a device's number say
     if errors:
         raise PeerMismatchError("; ".join(f"rank {r}: {text}" for r, text in errors.items()))
-    _compare(reports)
+    differences.compare(reports)
     return reports
 
 
@@ -152,27 +158,6 @@ def scale_problem(kernel: str, scale: float) -> str | None:
     if kernel == "fa4" and scale <= 0:
         return f"kernel 'fa4' takes a scale above 0, got {scale:g}; for a negative one negate q"
     return None
-
-
-def _compare(reports: list[dict[str, str | None]]) -> None:
-    requests = [json.loads(report["request"] or "{}") for report in reports]
-    differing = [name for name in requests[0] if any(r[name] != requests[0][name] for r in requests)]
-    if differing:
-        rows = "; ".join(
-            f"rank {rank}: " + ", ".join(f"{name}={r[name]}" for name in differing) for rank, r in enumerate(requests)
-        )
-        raise PeerMismatchError(
-            f"shapes, dtypes and options must be the same on every rank; {rows}{_unequal_shards(requests, differing)}"
-        )
-
-
-def _unequal_shards(requests: list[dict[str, Any]], differing: list[str]) -> str:
-    """The way out where the ranks hold different numbers of tokens and nothing else differs."""
-    if differing != ["seq_len"] or requests[0]["shard_sizes"] is not None or requests[0]["head_sharded"]:
-        return ""
-    text = abs(requests[0]["replicated_text"])
-    sizes = [(r["seq_len"] - text) // len(requests) for r in requests]
-    return f"; for shards of these sizes pass shard_sizes={sizes} on every rank"
 
 
 def _prepare(
@@ -221,7 +206,10 @@ def _prepare(
     if exchange == "fused" and group.size > 1:
         assert group.workspace is not None
         group.workspace.reserve(shape, timeout_s)
-    reason = "; ".join(r for r in (why_kernel, why_exchange, why_overlapped) if r) or "as asked for"
+    default = (
+        "the first choice of auto, which runs here" if "auto" in (request.kernel, request.exchange) else "as asked for"
+    )
+    reason = "; ".join(r for r in (why_kernel, why_exchange, why_overlapped) if r) or default
     if (kernel, exchange, reason) not in _told and "falls back" in reason:
         log.warning("%s", reason)
     _told.add((kernel, exchange, reason))

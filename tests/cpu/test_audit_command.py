@@ -32,7 +32,9 @@ def test_two_ranks_and_another_tile(capsys):
     [
         (("--own-chunk", "first"), "'persistent' takes its own chunk last, got --own-chunk first"),
         (("--head-dim", "96"), "for head_dim 128, 64, got 96"),
-        (("--ranks", "2"), "is for 4 ranks; got 2"),
+        (("--ranks", "2", "--profile", "h200x4"), "is for 4 ranks; got 2"),
+        (("--ranks", "3"), "no shipped profile is for 3 ranks"),
+        (("--ranks", "0"), "--ranks must be at least 1, got 0"),
         (("--tile-rows", "0"), "tile_rows must be at least 1"),
     ],
 )

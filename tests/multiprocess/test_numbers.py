@@ -137,8 +137,8 @@ def test_auto_says_what_it_took_and_why(ranks):
     fallback = "exchange falls back to 'collective': kernel 'torch' cannot store into other ranks"
     for found in ranks(2).run(auto):
         assert found == [
-            ("cpu", "fused", "as asked for"),
-            ("torch", "collective", "as asked for"),
+            ("cpu", "fused", "the first choice of auto, which runs here"),
+            ("torch", "collective", "the first choice of auto, which runs here"),
             ("torch", "collective", fallback),
             ("cpu", "fused", "as asked for"),
         ]

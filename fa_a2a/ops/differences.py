@@ -1,0 +1,45 @@
+"""How the configurations of ranks differ, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import PeerMismatchError
+from .request import Request
+
+
+def compare(reports: Sequence[Mapping[str, str | None]]) -> None:
+    """Raises PeerMismatchError, the same on every rank, unless all ranks report one request."""
+    requests = [json.loads(report["request"] or "{}") for report in reports]
+    differing = [name for name in requests[0] if any(r[name] != requests[0][name] for r in requests)]
+    if differing:
+        rows = "; ".join(
+            f"rank {rank}: " + ", ".join(f"{name}={r[name]}" for name in differing) for rank, r in enumerate(requests)
+        )
+        raise PeerMismatchError(
+            f"shapes, dtypes and options must be the same on every rank; {rows}{_unequal_shards(requests, differing)}"
+        )
+
+
+def _unequal_shards(requests: list[dict[str, Any]], differing: list[str]) -> str:
+    """The way out where the ranks hold different numbers of tokens and nothing else differs."""
+    if differing != ["seq_len"] or requests[0]["shard_sizes"] is not None or requests[0]["head_sharded"]:
+        return ""
+    text = abs(requests[0]["replicated_text"])
+    sizes = [(r["seq_len"] - text) // len(requests) for r in requests]
+    return f"; for shards of these sizes pass shard_sizes={sizes} on every rank"
+
+
+def from_known(request: Request, known: Sequence[Request]) -> str:
+    """How a request differs from the nearest known one, the newest of equals: likely what the others go on with."""
+    mine = asdict(request)
+    apart: list[dict[str, tuple[Any, Any]]] = []
+    for other in reversed(known):
+        theirs = asdict(other)
+        apart.append({name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]})
+    nearest = min(apart, key=len, default={})
+    values = ", ".join(f"{name}={here} where a known call has {there}" for name, (here, there) in nearest.items())
+    return f"its arguments are new: {values}"
