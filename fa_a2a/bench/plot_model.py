@@ -55,13 +55,18 @@ def residual(lines: Lines, path: Path) -> None:
     for line in lines:
         key = (line["kernel"], line["world_size"], line["num_heads"], parts.detail_key(line), line["predicted_later"])
         curves[key].append(line)
+    series = list(dict.fromkeys(key[:4] for key in sorted(curves)))
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
     for axis, which, what in zip(axes, ("sender", "ready"), ("sender-visible", "ready"), strict=True):
         axis.axhspan(-100 * OF_ATTENTION, 100 * OF_ATTENTION, color="gray", alpha=0.15)
-        for index, ((kernel, ranks, heads, details, later), points) in enumerate(sorted(curves.items())):
+        named = set()
+        for (*name, later), points in sorted(curves.items()):
             points = sorted(points, key=lambda line: line["seq_len"])
-            style = {"color": f"C{index}"}
+            kernel, ranks, heads, details = name
+            style = {"color": f"C{series.index(tuple(name))}"}
             label = f"{kernel}, P={ranks}, H={heads}{labels[details]}"
+            label = "_" if label in named else label  # of a name that begins so, no legend speaks
+            named.add(label)
             lengths = [p["seq_len"] for p in points]
             interval = [_percent(p, p.get(f"cost_{which}_ci_us") or 0.0) for p in points]
             cost = [_percent(p, p[f"cost_{which}_us"]) for p in points]
