@@ -6,8 +6,8 @@ the chunks of keys in order, own first; it waits where the next chunk's part, or
 What the sends themselves cost the main loop is not in it.
 
 Sources of the sends that were weighed by such figures and left: a scatter kernel on SMs that attention leaves free (at
-8192 tokens and 24 heads 12 SMs on 4 ranks: 30 GB/s for each of them, and the own chunk still to be copied, 10 to 40 us);
-bulk copies through O's staging (on 2 ranks they take as long as the first tile, whose epilogue would then wait); the copy
+8192 tokens and 24 heads 12 SMs on 4 ranks: 30 GB/s for each, and the own chunk still to be copied, 10 to 40 us); bulk
+copies through O's staging (on 2 ranks they take as long as the first tile, whose epilogue would then wait); the copy
 engine (188 to 224 GB/s in such copies on 4x H200, below the 240 to 250 that 4 ranks need).
 """
 
