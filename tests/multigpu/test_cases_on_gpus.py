@@ -9,12 +9,21 @@ from situations import Situation, run
 import fa_a2a
 from fa_a2a import UlyssesAttention
 from fa_a2a.errors import PeerMismatchError
+from fa_a2a.ops import kernels
 
 HALF = Situation(dtype="bfloat16")
 
 
-def both_ways(device, situation, kernel="fa4"):
+@pytest.fixture(params=["fa4", "fa3"])
+def fused_kernel(request):
+    return request.param
+
+
+def both_ways(device, situation, kernel):
     """Fused against serial to the bit, and both against float32 attention."""
+    dtype = getattr(torch, situation.dtype)
+    if trouble := kernels.problem(kernel, device, dtype, situation.dim, True, situation.causal):
+        pytest.skip(trouble)
     size, rank = dist.get_world_size(), dist.get_rank()
     paths = [UlyssesAttention(kernel=kernel, exchange=exchange) for exchange in ("fused", "collective")]
     (_, taken, _, fused), (*_, serial) = (run(situation, rank, size, layer, True, device) for layer in paths)
@@ -23,19 +32,22 @@ def both_ways(device, situation, kernel="fa4"):
 
 
 @pytest.mark.parametrize("text", [0, 512, -512])
-def test_case_01_sequence_not_divisible(device, text):
+def test_case_01_sequence_not_divisible(device, fused_kernel, text):
     case = HALF.on(heads=24, dim=128, seq=3969 + (0 if text else 512), text=text, sizes="split")
-    assert both_ways(device, case) == "fused"
+    assert both_ways(device, case, fused_kernel) == "fused"
 
 
-def test_case_01_any_sizes(device):
+def test_case_01_any_sizes(device, fused_kernel):
     sizes = tuple(100 + 37 * r for r in range(dist.get_world_size()))
-    assert both_ways(device, HALF.on(heads=8, batch=2, seq=sum(sizes), sizes=sizes)) == "fused"
+    assert both_ways(device, HALF.on(heads=8, batch=2, seq=sum(sizes), sizes=sizes), fused_kernel) == "fused"
 
 
-def test_case_02_prompts_of_different_lengths(device):
+def test_case_02_prompts_of_different_lengths(device, fused_kernel):
     lengths = (30, 21)
-    assert both_ways(device, HALF.on(batch=2, seq=17 * dist.get_world_size(), key_lengths=lengths)) == "fused"
+    assert (
+        both_ways(device, HALF.on(batch=2, seq=17 * dist.get_world_size(), key_lengths=lengths), fused_kernel)
+        == "fused"
+    )
 
 
 @pytest.mark.parametrize("kernel", ["fa4", "torch"])
@@ -62,23 +74,23 @@ def test_case_04_shard_sizes_that_change(device):
 
 
 @pytest.mark.parametrize("heads", [12, 18, 30, 31])
-def test_case_05_heads_not_divisible(device, heads):
-    assert both_ways(device, HALF.on(heads=heads, dim=128, seq=64 * 24)) == "fused"
+def test_case_05_heads_not_divisible(device, fused_kernel, heads):
+    assert both_ways(device, HALF.on(heads=heads, dim=128, seq=64 * 24), fused_kernel) == "fused"
 
 
-def test_case_06_rows_that_do_not_fill_a_tile(device):
-    assert both_ways(device, HALF.on(heads=48, seq=902, sizes="split")) == "fused"
+def test_case_06_rows_that_do_not_fill_a_tile(device, fused_kernel):
+    assert both_ways(device, HALF.on(heads=48, seq=902, sizes="split"), fused_kernel) == "fused"
 
 
-def test_case_08_lse(device):
+def test_case_08_lse(device, fused_kernel):
     size = dist.get_world_size()
-    assert both_ways(device, Situation(heads=size, dim=128, seq=8 * size, dtype="float16")) == "fused"
+    assert both_ways(device, Situation(heads=size, dim=128, seq=8 * size, dtype="float16"), fused_kernel) == "fused"
 
 
-def test_case_11_padded_keys_at_the_end(device):
+def test_case_11_padded_keys_at_the_end(device, fused_kernel):
     size, rank = dist.get_world_size(), dist.get_rank()
     case = HALF.on(seq=64 * size, key_lengths=(64 * size - 13,))
-    assert both_ways(device, case) == "fused"
+    assert both_ways(device, case, fused_kernel) == "fused"
     layer = UlyssesAttention(kernel="fa4", exchange="fused", copy=True)
     q, k, v = case.shards(rank, size, device)
     out = layer(q, k, v, key_lengths=case.key_lengths)
@@ -88,8 +100,8 @@ def test_case_11_padded_keys_at_the_end(device):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(40, 8), (28, 4), (12, 1), (10, 5)])
-def test_case_12_grouped_queries(device, heads, kv_heads):
-    assert both_ways(device, HALF.on(heads=heads, kv_heads=kv_heads, dim=128, seq=60 * 24)) == "fused"
+def test_case_12_grouped_queries(device, fused_kernel, heads, kv_heads):
+    assert both_ways(device, HALF.on(heads=heads, kv_heads=kv_heads, dim=128, seq=60 * 24), fused_kernel) == "fused"
 
 
 WRONG = {
@@ -102,14 +114,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_case_13_one_rank_wrong(device, name):
+def test_case_13_one_rank_wrong(device, fused_kernel, name):
     size, rank = dist.get_world_size(), dist.get_rank()
     parts, options = HALF.on(seq=64 * size).shards(rank, size, device), {}
     if rank == 1:
         parts, options = WRONG[name](*parts)
     with pytest.raises(PeerMismatchError):
         UlyssesAttention(kernel="fa4", exchange="fused")(*parts, **options)
-    assert both_ways(device, HALF.on(seq=64 * size)) == "fused"
+    assert both_ways(device, HALF.on(seq=64 * size), fused_kernel) == "fused"
 
 
 def test_graph_of_unequal_shards_replayed(device):
