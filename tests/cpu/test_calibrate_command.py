@@ -224,7 +224,8 @@ def test_audit_says_which_bound_holds_and_every_term(tmp_path, capsys, refusal):
     assert paper.startswith("paper, st stores")  # it has no other kind
     assert "capacity bound holds" in paper
     for wrong, message in (
-        (("--ranks", 8), "h200x4 is for 4 ranks; got 8"),
+        (("--ranks", 8, "--profile", "h200x4"), "h200x4 is for 4 ranks; got 8"),
+        (("--ranks", 8), "no shipped profile is for 8 ranks"),
         (("--heads", 25), "heads must divide over the ranks"),
         (("--profile", "h300"), "give a path, or one of"),
         (("--tile-rows", 0), "tile_rows must be at least 1"),
