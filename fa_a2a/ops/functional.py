@@ -184,10 +184,16 @@ _WHOLE_LAYER = ConfigurationError(
 )
 
 
+def left_to_kernel(qkv: Qkv, plan: Plan, norm_rope: NormRope | None) -> tuple[Qkv, NormRope | None]:
+    """q, k, v, and what the scattering kernel is still to apply to them: all of it, or nothing more."""
+    if norm_rope is None or plan.norm_rope_in_kernel:
+        return qkv, norm_rope
+    return (*norm_rope.applied(*qkv[:2]), qkv[2]), None
+
+
 def scattered(where: Group, plan: Plan, qkv: Qkv, seconds: float, norm_rope: NormRope | None = None) -> HeadShards:
     """The exchange before attention as the plan says."""
-    if norm_rope is not None and not plan.norm_rope_in_kernel:
-        qkv = (*norm_rope.applied(*qkv[:2]), qkv[2])
+    qkv, norm_rope = left_to_kernel(qkv, plan, norm_rope)
     if plan.shape.num_ranks == 1:  # a group of one rank, or whole K and V on each
         return HeadShards(*qkv, where, plan, None)
     if plan.exchange == "collective":
@@ -222,8 +228,7 @@ def whole_layer(
     if plan.overlapped:
         out, lse = overlap.attend(qkv, plan, workspace, seconds)
     else:
-        if norm_rope is not None and not plan.norm_rope_in_kernel:
-            qkv = (*norm_rope.applied(*qkv[:2]), qkv[2])
+        qkv, norm_rope = left_to_kernel(qkv, plan, norm_rope)
         out, lse = layer.run(qkv, plan, workspace, seconds, norm_rope)
     return handed_out(out, lse, copy)
 

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ShapeError, UnsupportedError
 
+KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)  # of the scattering kernel: heads that fill a power of two of lanes
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -22,6 +22,7 @@ from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTime
 from ..layout import ExchangeShape, fingerprint
 from . import advice, differences, kernels
 from .kernels import AttentionKernel
+from .norm_rope import KERNEL_HEAD_DIMS
 from .pieces import heads_per_kv
 from .request import Request, check_choices, check_deadline, is_deadline, make_request
 
@@ -61,8 +62,8 @@ class Plan:
     @property
     def norm_rope_in_kernel(self) -> bool:
         """Whether the scatter kernel applies norm and rotary embedding; torch operations do otherwise."""
-        in_warp = self.request.head_dim in (16, 32, 64, 128, 256)
-        return self.exchange == "fused" and self.request.device == "cuda" and self.shape.is_equal and in_warp
+        built = self.shape.is_equal and self.request.head_dim in KERNEL_HEAD_DIMS
+        return self.exchange == "fused" and self.request.device == "cuda" and built
 
 
 def settle(group: Group, request: Request | FaA2AError, device: torch.device, timeout_s: float) -> Plan:

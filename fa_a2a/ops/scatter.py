@@ -14,7 +14,7 @@ from ..comm.workspace import Workspace
 from ..layout import ExchangeShape
 from . import fused
 from .kernels import Qkv, loadable
-from .norm_rope import NormRope
+from .norm_rope import KERNEL_HEAD_DIMS, NormRope
 from .plan import Plan
 from .trace import step
 
@@ -82,7 +82,7 @@ def load(
     if not equal:
         return load_unequal(head_dim, dtype, arch)  # type: ignore[no-any-return]
     inside = None
-    if layout is not None:
+    if layout is not None and head_dim in KERNEL_HEAD_DIMS:
         weights, kind, entries, tables, _ = layout
         halved = kind != "" and int(entries) < head_dim
         inside = KernelOptions(weights != "", kind, halved, weights or "float32", tables or "float32")
