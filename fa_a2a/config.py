@@ -30,6 +30,7 @@ VARIABLES = (
 TIERS = ("compile", "gpu", "multigpu")
 _DEFAULTS = {v.name: v.default for v in VARIABLES}
 _NUMBERS = ("FA_A2A_TIMEOUT_S", "FA_A2A_COMPILE_TIMEOUT_S", "FA_A2A_ARENA_MIB")
+MOST = 1e9  # seconds: 32 years; a kernel counts them in nanoseconds, 64 bits of them
 _OFF, _ON = ("0", "false", "no"), ("1", "true", "yes")
 
 
@@ -39,14 +40,16 @@ def read(name: str) -> str:
 
 
 def read_number(name: str) -> float:
-    """The variable as a positive number. Raises ConfigurationError for anything else."""
+    """The variable as a positive number, at most MOST. Raises ConfigurationError for anything else."""
     text = read(name)
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise ConfigurationError(f"{name} must be a positive number, got {text!r}; unset it for {_DEFAULTS[name]}")
+    if not 0 < number <= MOST:
+        raise ConfigurationError(
+            f"{name} must be a positive number, at most {MOST:g}, got {text!r}; unset it for {_DEFAULTS[name]}"
+        )
     return number
 
 

@@ -12,6 +12,7 @@ from .. import config
 from ..comm.group import Group, resolve
 from ..errors import ConfigurationError, FaA2AError, ShapeError, WorkspaceError
 from . import fused, layer, overlap, scatter, serial
+from .arguments import flag_problem
 from .kernels import Qkv
 from .norm_rope import NormRope
 from .options import PLAIN, Options
@@ -86,7 +87,8 @@ def find_plan(
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
     key: object = None
     told = options_key(options, q) if refused is None else None
-    if told is not None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
+    plain = isinstance(kernel, str) and isinstance(exchange, str) and isinstance(return_lse, bool)  # 1 equals True
+    if told is not None and plain and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
         grad = torch.is_grad_enabled()
         key = (
             *(_signature(q, grad), _signature(k, grad), _signature(v, grad)),
@@ -115,8 +117,8 @@ def find_plan(
             head_sharded=head_sharded,
             options=options,
         )
-    except FaA2AError as error:
-        request = error
+    except Exception as error:
+        request = error if isinstance(error, FaA2AError) else _unreadable(error)
         if not is_deadline(seconds):
             seconds = deadline(None)  # the others must hear of it all the same
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
@@ -135,8 +137,29 @@ def _signature(t: torch.Tensor, grad: bool) -> object:
     return t.shape, t.dtype, t.device, grad and t.requires_grad
 
 
+def _unreadable(error: Exception) -> ConfigurationError:
+    """For an argument whose own methods raise: the others must hear of it, too."""
+    refused = ConfigurationError(f"the arguments cannot be read: {type(error).__name__}: {error}")
+    refused.__cause__ = error
+    return refused
+
+
 def deadline(timeout_s: float | None) -> float:
-    return config.read_number("FA_A2A_TIMEOUT_S") if timeout_s is None else timeout_s
+    """The deadline in seconds; what is none comes back as it is, for `check_deadline` to refuse."""
+    if timeout_s is None:
+        return config.read_number("FA_A2A_TIMEOUT_S")
+    return float(timeout_s) if is_deadline(timeout_s) else timeout_s
+
+
+def own_options(timeout_s: float | None, copy: object = False) -> tuple[float, FaA2AError | None]:
+    """A deadline to work with, and what is wrong with options that are one rank's own. Its peers wait for what it
+    does and not for what it wants, so it does its part before it raises."""
+    seconds, refused = deadline(timeout_s), flag_problem("copy", copy)
+    try:
+        check_deadline(seconds)
+    except ConfigurationError as error:
+        return deadline(None), refused or error
+    return seconds, refused
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -172,7 +195,7 @@ def scatter_heads(
     """
     where = resolve(group)
     options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv, norm_rope)
-    refused = _WHOLE_LAYER if exchange == "overlapped" else None
+    refused = _WHOLE_LAYER if isinstance(exchange, str) and exchange == "overlapped" else None
     plan = find_plan(
         *(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s, False, options, refused)
     )
@@ -215,7 +238,11 @@ def attention_gather(
     ordinary tensors. Raises PeerTimeoutError and WorkspaceError like `scatter_heads`.
     Source: the exchange rides on the kernel's own stores, arXiv:2607.23264.
     """
-    return gathered(shards, copy, deadline(timeout_s))
+    seconds, refused = own_options(timeout_s, copy)
+    gathering = gathered(shards, refused is None and copy, seconds)
+    if refused is not None:
+        raise refused
+    return gathering
 
 
 def whole_layer(
@@ -248,7 +275,6 @@ def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tens
     if not isinstance(shards, HeadShards):
         raise ShapeError(f"attention_gather takes what scatter_heads returned, got {type(shards).__name__}")
     group, plan = shards._group, shards._plan
-    check_deadline(seconds)
     group.check_usable()
     if plan.exchange == "collective":
         return serial.attend(shards._q, shards._k, shards._v, plan, group)

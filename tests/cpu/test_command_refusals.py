@@ -59,7 +59,7 @@ def test_sweep(refusal, options, message, layer):
 @pytest.mark.parametrize("name", ["FA_A2A_TIMEOUT_S", "FA_A2A_COMPILE_TIMEOUT_S", "FA_A2A_ARENA_MIB"])
 def test_environment(refusal, monkeypatch, name):
     monkeypatch.setenv(name, "soon")
-    assert f"{name} must be a positive number, got 'soon'" in refusal("sweep", "--device", "cpu")
+    assert f"{name} must be a positive number, at most 1e+09, got 'soon'" in refusal("sweep", "--device", "cpu")
 
 
 def test_sweep_adds_to_no_foreign_file(refusal, tmp_path):

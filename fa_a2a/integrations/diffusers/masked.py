@@ -43,7 +43,8 @@ def attend(
     _agree(q, k, v, mask, scale, enable_gqa, group, timeout_s)
     q, k, v = (collectives.scatter_heads(x, group).transpose(1, 2) for x in (q, k, v))
     whole = None if mask is None else gather_mask(mask, group)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=whole, scale=scale, enable_gqa=enable_gqa)
+    with torch.autocast(q.device.type, enabled=False):  # which would change the output's dtype
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=whole, scale=scale, enable_gqa=enable_gqa)
     return collectives.gather_heads(out.transpose(1, 2), group)
 
 
