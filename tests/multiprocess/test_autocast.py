@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("diffusers")
+from diffusion_models import clean, draw
 from workers import inputs
 
 from fa_a2a import NormRope, UlyssesAttention, attention_gather, scatter_heads
@@ -32,6 +35,23 @@ def layers(rank, size, kernel, exchange, dtype):
 @pytest.mark.parametrize(("kernel", "exchange"), [("cpu", "fused"), ("cpu", "collective"), ("torch", "collective")])
 def test_layer(ranks, kernel, exchange, dtype):
     assert all(ranks(2).run(layers, kernel=kernel, exchange=exchange, dtype=dtype))
+
+
+def through_diffusers(rank, size):
+    from test_diffusers_calls import dispatch, fa, keys_valid, parallel_config, shard, whole
+
+    fa.enable()
+    mine, config = [shard(whole(seed=s), rank, size) for s in range(3)], parallel_config(size)
+    added = draw(1, 4, 1, 32).chunk(size, -1)[rank]
+    try:
+        masks = None, shard(keys_valid(), rank, size), added
+        return all(both(lambda mask=mask: [dispatch(*mine, config, attn_mask=mask)]) for mask in masks)
+    finally:
+        clean()
+
+
+def test_diffusers_backend(ranks):
+    assert all(ranks(2).run(through_diffusers))
 
 
 def compiled_layer(rank, size):

@@ -1,8 +1,8 @@
-"""Attention that the fused path does not take yet: the exchanges as collectives, torch's SDPA between them.
+"""Attention that the fused path does not take: the exchanges as collectives, torch's SDPA between them.
 
-Masks over the keys, fewer key heads than query heads, and another number of keys than queries. A mask is sharded like
-the keys it belongs to, so it is gathered in their order. Whether it is all true is not asked: the answer would stop
-the host in every layer. When UlyssesAttention takes masks, the calls that it takes go there, from `backend.attention`.
+Masks over the keys, and another number of keys than queries. A mask is sharded like the keys it belongs to, so it is
+gathered in their order. Whether it is all true, or one of padded keys, is not asked here: the answer would stop the
+host in every layer. It is asked where a model is given its mask, once (joint.py), for models known to have one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from ...errors import ConfigurationError, FaA2AError, PeerMismatchError, ShapeEr
 _agreed: weakref.WeakKeyDictionary[Group, set[object]] = weakref.WeakKeyDictionary()
 
 
-def is_needed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    return mask is not None or k.shape != q.shape or v.shape != q.shape
+def is_needed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool = False
+) -> bool:
+    if mask is not None or k.shape != v.shape:
+        return True
+    if enable_gqa and q.dim() == 4 and k.dim() == 4 and q.shape[2] % k.shape[2] == 0:  # which UlyssesAttention groups
+        return k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]
+    return k.shape != q.shape
 
 
 def attend(

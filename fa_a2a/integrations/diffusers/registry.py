@@ -14,9 +14,9 @@ from ...errors import ConfigurationError, UnsupportedError
 from ...ops.functional import deadline
 from ...ops.plan import check_choices
 from . import backend
+from .backend import NAME as NAME
 from .backend import Options
 
-NAME = "fa_a2a"
 TESTED_VERSIONS = ("0.42.1",)
 
 _MEMBER = NAME.upper()
