@@ -27,10 +27,13 @@ EVERY = "all"
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, required=True, help="of the whole sequence")
     parser.add_argument("--heads", type=int, required=True, help="of all ranks together")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--head-dim", type=int, default=128, help="128 by default")
+    parser.add_argument("--batch", type=int, default=1, help="1 by default")
     parser.add_argument("--ranks", type=int, help="the profile's by default")
-    parser.add_argument("--profile", help="platform profile: name or JSON file; a shipped one for --ranks by default")
+    parser.add_argument(
+        "--profile",
+        help="platform profile: name or JSON file; by default a shipped one for --ranks, h200x4 without --ranks",
+    )
     parser.add_argument(
         "--kernel",
         choices=(*DESIGNS, EVERY),

@@ -13,15 +13,15 @@ SHAPES = "4608x6,8192x6,8192x12,16384x6"
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=shapes, default=shapes(SHAPES), help=f"SEQxHEADS of one GPU; {SHAPES}")
-    parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128, help="128 by default")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="bfloat16 by default")
     parser.add_argument(
         "--variants",
         nargs="+",
         default=[],
         help="other builds of fa3 beside the default one, as 128x176/direct: query rows x keys / output",
     )
-    parser.add_argument("--rounds", type=int, default=12, help="timed rounds")
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds; 12 by default")
     parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/kernel.jsonl"), help="JSON lines go here")
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..errors import ConfigurationError, ShapeError, UnsupportedError
-from ..layout import ExchangeShape
+from ..layout import MAX_RANKS, ExchangeShape
 from ..ops import kernels
 from ..xstage import convergence
 from . import checks, forecast, record, table
@@ -40,9 +40,13 @@ def rank_counts(asked: list[int] | None, kind: str) -> list[int]:
     else:
         counts = [2, 4] if kind == "cpu" else [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
         if not counts:
-            raise ConfigurationError("the sweep needs two GPUs or more and this machine has one; use --device cpu")
+            raise ConfigurationError(
+                "this measures several GPUs, and the machine has one; sweep, dit and soak also take --device cpu"
+            )
     if min(counts) < 2:
         raise ConfigurationError("one rank has nothing to exchange: --ranks must be at least 2, got 1")
+    if max(counts) > MAX_RANKS:
+        raise ConfigurationError(f"--ranks must be at most {MAX_RANKS}, which a group has at most, got {max(counts)}")
     return counts
 
 
