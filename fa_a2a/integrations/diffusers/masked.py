@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ...comm import collectives
 from ...comm.group import Group, resolve
 from ...errors import ConfigurationError, FaA2AError, PeerMismatchError, ShapeError, UnsupportedError
+from ...ops.arguments import scale_problem, shown
 
 _agreed: weakref.WeakKeyDictionary[Group, set[object]] = weakref.WeakKeyDictionary()
 
@@ -23,11 +24,13 @@ _agreed: weakref.WeakKeyDictionary[Group, set[object]] = weakref.WeakKeyDictiona
 def is_needed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool = False
 ) -> bool:
-    if mask is not None or k.shape != v.shape:
+    if mask is not None:
         return True
-    if enable_gqa and q.dim() == 4 and k.dim() == 4 and q.shape[2] % k.shape[2] == 0:  # which UlyssesAttention groups
+    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k, v)):
+        return False  # UlyssesAttention refuses it
+    if enable_gqa and q.shape[2] % max(k.shape[2], 1) == 0 and k.shape == v.shape:  # which UlyssesAttention groups
         return k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]
-    return k.shape != q.shape
+    return not k.shape == v.shape == q.shape
 
 
 def attend(
@@ -66,9 +69,22 @@ def gather_mask(mask: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _problem(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool, size: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    size: int,
 ) -> FaA2AError | None:
     """Why no rank can take this call."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            return ShapeError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {_kind(x)}")
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        return ShapeError(f"a mask must be a tensor or None, got {_kind(mask)}")
+    if (refused := scale_problem(scale)) is not None:
+        return refused
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return UnsupportedError(
             "q, k or v requires grad, and there is no backward; call the model under torch.no_grad()"
@@ -100,6 +116,11 @@ def _problem(
     return None
 
 
+def _kind(x: object) -> object:
+    """What ranks compare of a tensor, or of what is none."""
+    return (tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else type(x).__name__
+
+
 def _agree(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -112,15 +133,15 @@ def _agree(
 ) -> None:
     """Collectives on differing shapes hang or mix data up, so a call's kind is compared when it is first seen."""
     group.check_usable()
-    shapes = (q.shape, k.shape, v.shape, None if mask is None else mask.shape)
-    kind = (*shapes, q.dtype, k.dtype, v.dtype, None if mask is None else mask.dtype, scale, enable_gqa)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    tensors = [x for x in (q, k, v, mask) if isinstance(x, torch.Tensor)]
+    kind = (*map(_kind, (q, k, v, mask)), shown(scale), bool(enable_gqa))
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     known = _agreed.setdefault(group, set())
     if (key := (group.incarnation, grad, kind)) in known:
         return
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError("a CUDA graph can capture only calls that ran once before; run the model once first")
-    error = _problem(q, k, v, mask, enable_gqa, group.size)
+    error = _problem(q, k, v, mask, scale, enable_gqa, group.size)
     mine = f"{type(error).__name__}: {error}" if error else str([str(x) for x in kind])
     reports = group.exchange("agreement on masked attention", mine, timeout_s)
     if error is not None and all(report.startswith(type(error).__name__) for report in reports):

@@ -171,7 +171,7 @@ def _shard_joint_masks(model: Any) -> None:
     def before(padded: joint.Joint, given: dict[str, Any]) -> None:
         frames, height, width = given["hidden_states"].shape[2:]
         images = (frames // patch_t) * (height // patch) * (width // patch)
-        joint.text_mask(padded, given["encoder_attention_mask"], images, text_first=False, gaps=True)
+        joint.text_mask(padded, given.get("encoder_attention_mask"), images, text_first=False, gaps=True)
 
     def shard(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask, image, text = (kwargs[x] for x in ("attention_mask", "hidden_states", "encoder_hidden_states"))
