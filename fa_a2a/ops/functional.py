@@ -235,7 +235,8 @@ def attention_gather(
     Returns (out, lse): out (batch, rows, heads, head_dim) in the inputs' dtype; lse (batch, heads, rows) float32, the
     natural logarithm of the sum of exponentiated scaled scores, or None if scatter_heads was not asked for it.
     On the fused path both are views of the workspace, valid until the next call on the same group; copy=True returns
-    ordinary tensors. Raises PeerTimeoutError and WorkspaceError like `scatter_heads`.
+    ordinary tensors. Raises PeerTimeoutError and WorkspaceError like `scatter_heads`; ConfigurationError for a wrong
+    copy or timeout_s, after the peers got what they wait for: the shards are used up then.
     Source: the exchange rides on the kernel's own stores, arXiv:2607.23264.
     """
     seconds, refused = own_options(timeout_s, copy)
