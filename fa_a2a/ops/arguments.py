@@ -10,6 +10,8 @@ import torch
 
 from ..errors import ConfigurationError, FaA2AError
 
+_SHOWN = 200  # characters of a value: every rank gets every rank's error
+
 
 def scale_problem(scale: object) -> FaA2AError | None:
     """Why this is no factor of the scores, or None."""
@@ -36,7 +38,8 @@ def shown(value: object) -> str:
     """As errors quote it. torch.compile makes tensors of numpy's numbers, and knows no tensor's values."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
-    return f"numpy's {type(value).__name__}" if type(value).__module__ == "numpy" else repr(value)
+    text = f"numpy's {type(value).__name__}" if type(value).__module__ == "numpy" else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def is_integer(value: object) -> bool:

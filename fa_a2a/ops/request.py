@@ -21,7 +21,7 @@ from ..config import MOST
 from ..errors import ConfigurationError, FaA2AError, ShapeError, UnsupportedError
 from ..layout import ExchangeShape
 from . import kernels
-from .arguments import flag_problem, is_finite, is_number, scale_problem
+from .arguments import flag_problem, is_finite, is_number, scale_problem, shown
 from .options import PLAIN, Checked, Options, checked
 
 EXCHANGES = ("overlapped", "fused", "collective")
@@ -137,9 +137,9 @@ def _check_against_each_other(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 def check_choices(kernel: str, exchange: str, timeout_s: float) -> None:
     if not isinstance(kernel, str) or kernel not in ("auto", *kernels.KERNELS):
-        raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(kernels.KERNELS)}, got {kernel!r}")
+        raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(kernels.KERNELS)}, got {shown(kernel)}")
     if not isinstance(exchange, str) or exchange not in ("auto", *EXCHANGES):
-        raise ConfigurationError(f"exchange must be 'auto' or one of {', '.join(EXCHANGES)}, got {exchange!r}")
+        raise ConfigurationError(f"exchange must be 'auto' or one of {', '.join(EXCHANGES)}, got {shown(exchange)}")
     check_deadline(timeout_s)
 
 
@@ -151,7 +151,9 @@ def is_deadline(timeout_s: object) -> bool:
 
 def check_deadline(timeout_s: object) -> None:
     if not is_deadline(timeout_s):
-        raise ConfigurationError(f"timeout_s must be a positive number of seconds, at most {MOST:g}, got {timeout_s!r}")
+        raise ConfigurationError(
+            f"timeout_s must be a positive number of seconds, at most {MOST:g}, got {shown(timeout_s)}"
+        )
 
 
 def make_request(

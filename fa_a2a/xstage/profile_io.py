@@ -82,7 +82,11 @@ def load_profile(source: str | Path) -> PlatformProfile:
     try:
         text = Path(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(f"give a path, or one of {available_profiles()}", str(source), str(error)) from error
+        raise refuse(
+            f"give a path, or one of {available_profiles()}",
+            str(source),
+            getattr(error, "strerror", None) or str(error),
+        ) from error
     try:
         return profile_from_json(text)
     except ProfileError as error:

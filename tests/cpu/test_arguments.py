@@ -116,6 +116,11 @@ def test_deadlines_of_gather_and_close(bad):
         assert "timeout_s must be a positive number" in str(error_of(call, *args, timeout_s=bad))
 
 
+def test_of_a_huge_value_the_beginning_is_quoted():
+    text = str(error_of(scatter_heads, *inputs(), key_lengths=[0.5] * 10**6))
+    assert "key_lengths must be a list of integers, got [0.5, 0.5" in text and len(text) < 400
+
+
 def test_a_wrong_deadline_is_quoted_as_it_was_written():
     assert "got '30'" in str(error_of(UlyssesAttention, timeout_s="30"))
 
