@@ -53,6 +53,10 @@ def read_number(name: str) -> float:
     return number
 
 
+def default_number(name: str) -> float:
+    return float(_DEFAULTS[name])
+
+
 def debug() -> bool:
     return read("FA_A2A_DEBUG") not in _OFF
 

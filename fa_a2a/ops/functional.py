@@ -83,7 +83,10 @@ def find_plan(
     options: Options = PLAIN,
     refused: FaA2AError | None = None,
 ) -> Plan:
-    seconds = deadline(timeout_s)
+    try:
+        seconds = deadline(timeout_s)
+    except ConfigurationError as error:  # of this rank's environment: the others must hear of it, too
+        seconds, refused = config.default_number("FA_A2A_TIMEOUT_S"), refused or error
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
     key: object = None
     told = options_key(options, q) if refused is None else None

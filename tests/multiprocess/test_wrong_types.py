@@ -1,5 +1,6 @@
 """Arguments of a wrong type on one rank: an error on every rank at once, and the group goes on."""
 
+import os
 import re
 
 import pytest
@@ -95,3 +96,19 @@ def test_a_rank_that_gathers_wrongly_does_its_part_first(ranks, exchange, option
     assert good.error == ""
     assert bad.error == "ConfigurationError" and "must be" in bad.text
     assert well and well_too
+
+
+def environment(rank, size):
+    """FA_A2A_TIMEOUT_S is no number on rank 1."""
+    fa_a2a.close()
+    if rank:
+        os.environ["FA_A2A_TIMEOUT_S"] = "soon"
+    outcome = attempt(scatter_heads, *inputs(rank, size), kernel="cpu", exchange="fused")
+    os.environ.pop("FA_A2A_TIMEOUT_S", None)
+    return outcome, works(rank, size)
+
+
+def test_a_wrong_environment_on_one_rank(ranks):
+    for outcome, well in ranks(2).run(environment):
+        assert outcome.error == "PeerMismatchError" and "FA_A2A_TIMEOUT_S must be" in outcome.text
+        assert outcome.seconds < SECONDS and well
