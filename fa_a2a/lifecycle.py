@@ -9,7 +9,7 @@ import torch
 from . import config
 from .comm.group import all_groups, resolve
 from .errors import ConfigurationError
-from .ops.functional import own_options
+from .ops.deadlines import own_options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

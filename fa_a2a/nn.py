@@ -12,7 +12,8 @@ import torch.distributed as dist
 from .comm.group import Group, resolve
 from .ops import schema
 from .ops.arguments import flag_problem, scale_problem
-from .ops.functional import deadline, find_plan, whole_layer
+from .ops.deadlines import deadline
+from .ops.functional import find_plan, whole_layer
 from .ops.norm_rope import NormRope
 from .ops.options import PLAIN, Options, problem
 from .ops.plan import Plan, check_choices

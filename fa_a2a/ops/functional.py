@@ -12,12 +12,12 @@ from .. import config
 from ..comm.group import Group, resolve
 from ..errors import ConfigurationError, FaA2AError, ShapeError, WorkspaceError
 from . import fused, layer, overlap, scatter, serial
-from .arguments import flag_problem
+from .deadlines import deadline, own_options
 from .kernels import Qkv
 from .norm_rope import NormRope
 from .options import PLAIN, Options
 from .options import key as options_key
-from .plan import MAX_KNOWN, Plan, Request, check_choices, check_deadline, is_deadline, make_request, settle
+from .plan import MAX_KNOWN, Plan, Request, check_choices, is_deadline, make_request, settle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -145,24 +145,6 @@ def _unreadable(error: Exception) -> ConfigurationError:
     refused = ConfigurationError(f"the arguments cannot be read: {type(error).__name__}: {error}")
     refused.__cause__ = error
     return refused
-
-
-def deadline(timeout_s: float | None) -> float:
-    """The deadline in seconds; what is none comes back as it is, for `check_deadline` to refuse."""
-    if timeout_s is None:
-        return config.read_number("FA_A2A_TIMEOUT_S")
-    return float(timeout_s) if is_deadline(timeout_s) else timeout_s
-
-
-def own_options(timeout_s: float | None, copy: object = False) -> tuple[float, FaA2AError | None]:
-    """A deadline to work with, and what is wrong with options that are one rank's own. Its peers wait for what it
-    does and not for what it wants, so it does its part before it raises."""
-    seconds, refused = deadline(timeout_s), flag_problem("copy", copy)
-    try:
-        check_deadline(seconds)
-    except ConfigurationError as error:
-        return deadline(None), refused or error
-    return seconds, refused
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
-from diffusion_models import TEXT, build, clean, draw, forward, lengths, parallel
+from diffusion_models import TEXT, build, clean, draw, forward, lengths, parallel, twin
 from test_diffusers import TOLERANCE, WRONG
 from workers import attempt
 
@@ -118,6 +118,27 @@ def test_text_that_does_not_divide(ranks):
     for difference, outcome in ranks(2).run(odd_text):
         assert difference < TOLERANCE
         assert outcome.error == "ConfigurationError" and "got 15 rows over 2" in outcome.text
+
+
+def uneven_shards(rank, size):
+    """Text of 15 rows over two ranks in the way that diffusers has for shards that are not equal."""
+    from diffusers import ContextParallelConfig
+
+    model, inputs = build("qwen_padded")
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, : TEXT - 1]
+    inputs["encoder_hidden_states_mask"] = None
+    other = twin(model)
+    fa.enable()
+    other.set_attention_backend("fa_a2a")
+    fa.parallelize(other, ContextParallelConfig(ulysses_degree=size, ulysses_anything=True))
+    try:
+        return (forward(other, inputs) - forward(model, inputs)).abs().max().item()
+    finally:
+        clean(other)
+
+
+def test_shards_that_are_not_equal_stay_diffusers_own(ranks):
+    assert max(ranks(2).run(uneven_shards)) < TOLERANCE
 
 
 def other_mask_on_one_rank(rank, size):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,28 @@ from .. import host_reads
 ATTRIBUTE = "fa_a2a_joint"  # of the parallel config that the processors hold
 
 Arguments = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """This rank's place along the sequence. uneven: of parts that need not be equal, as diffusers cuts them then."""
+
+    size: int
+    rank: int
+    uneven: bool
+
+    @staticmethod
+    def of(model: Any) -> Place:
+        context = model._parallel_config.context_parallel_config
+        mesh = context._flattened_mesh
+        return Place(mesh.size(), mesh.get_local_rank(), context.ulysses_anything or context.ring_anything)
+
+    def part(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part of text. Raises ConfigurationError where the parts must be equal and are not."""
+        if x.shape[dim] % self.size and not self.uneven:
+            raise ConfigurationError(
+                f"text must divide over the ranks, got {x.shape[dim]} rows over {self.size}; pad it, behind a mask"
+            )
+        return x.tensor_split(self.size, dim=dim)[self.rank]
 
 
 class Joint:
@@ -98,25 +120,16 @@ def text_mask(joint: Joint, mask: torch.Tensor | None, images: int, text_first: 
         joint.set([images + count for count in found.counts], rows if text_first else -rows)
 
 
-def cut_text(joint: Joint, module: Any, size: int, rank: int) -> None:
+def cut_text(joint: Joint, module: Any, place: Place) -> None:
     """Cuts a block's encoder_hidden_states along the sequence, in forwards that do not keep the text whole."""
-    place = list(inspect.signature(type(module).forward).parameters).index("encoder_hidden_states") - 1
+    at = list(inspect.signature(type(module).forward).parameters).index("encoder_hidden_states") - 1
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
         if joint.text == 0:
             if "encoder_hidden_states" in kwargs:
-                kwargs["encoder_hidden_states"] = part(kwargs["encoder_hidden_states"], 1, size, rank)
+                kwargs["encoder_hidden_states"] = place.part(kwargs["encoder_hidden_states"], 1)
             else:
-                args = (*args[:place], part(args[place], 1, size, rank), *args[place + 1 :])
+                args = (*args[:at], place.part(args[at], 1), *args[at + 1 :])
         return args, kwargs
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
-    """This rank's part. Raises ConfigurationError where the parts are not equal."""
-    if x.shape[dim] % size:
-        raise ConfigurationError(
-            f"text must divide over the ranks, got {x.shape[dim]} rows over {size}; pad it, behind a mask"
-        )
-    return x.chunk(size, dim=dim)[rank]

@@ -139,14 +139,8 @@ def _redirect(model: Any) -> None:
                 attention.processor._attention_backend = backend
 
 
-def _place(model: Any) -> tuple[int, int]:
-    """(number of ranks, this one) along the sequence."""
-    mesh = model._parallel_config.context_parallel_config._flattened_mesh
-    return mesh.size(), mesh.get_local_rank()
-
-
 def _pad_qwen_image(model: Any) -> None:
-    size, rank = _place(model)
+    place = joint.Place.of(model)
 
     def before(padded: joint.Joint, given: dict[str, Any]) -> None:
         mask = given.get("encoder_hidden_states_mask")
@@ -156,15 +150,15 @@ def _pad_qwen_image(model: Any) -> None:
 
     def cut_angles(module: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> Any:
         image, text = output
-        return image, text if padded.text else joint.part(text, 0, size, rank)
+        return image, text if padded.text else place.part(text, 0)
 
     padded = joint.attach(model, (block.attn for block in model.transformer_blocks), before)
-    joint.cut_text(padded, model.transformer_blocks[0], size, rank)
+    joint.cut_text(padded, model.transformer_blocks[0], place)
     model.pos_embed.register_forward_hook(cut_angles)
 
 
 def _shard_joint_masks(model: Any) -> None:
-    size, rank = _place(model)
+    place = joint.Place.of(model)
     patch, patch_t = model.config.patch_size, model.config.patch_size_t
     blocks = list(_blocks(model, "transformer_blocks", "single_transformer_blocks"))
 
@@ -178,18 +172,17 @@ def _shard_joint_masks(model: Any) -> None:
         if padded.answered:
             kwargs["attention_mask"] = None
         elif mask is not None:
-            images = image.shape[1] * size
-            if mask.shape[-1] != images + text.shape[1] * size:
+            images, texts = image.shape[1] * place.size, text.shape[1] * place.size
+            if mask.shape[-1] != images + texts:
                 raise ConfigurationError(
-                    f"the mask must cover the whole sequence of image and text, "
-                    f"{images} + {text.shape[1] * size} tokens, got {mask.shape[-1]}"
+                    f"the mask must cover the whole sequence of image and text, {images} + {texts} tokens, got "
+                    f"{mask.shape[-1]}"
                 )
-            parts = (mask[..., :images], mask[..., images:])
-            kwargs["attention_mask"] = torch.cat([x.chunk(size, dim=-1)[rank] for x in parts], dim=-1)
+            kwargs["attention_mask"] = torch.cat([place.part(x, -1) for x in mask.split([images, texts], -1)], dim=-1)
         return args, kwargs
 
     padded = joint.attach(model, (block.attn for block in blocks), before)
-    joint.cut_text(padded, blocks[0], size, rank)
+    joint.cut_text(padded, blocks[0], place)
     for block in blocks:
         block.attn.register_forward_pre_hook(shard, with_kwargs=True)
 

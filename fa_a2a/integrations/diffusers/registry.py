@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import ConfigurationError, UnsupportedError
 from ...ops.arguments import flag_problem
-from ...ops.functional import deadline
+from ...ops.deadlines import deadline
 from ...ops.plan import check_choices
 from . import backend
 from .backend import NAME as NAME
