@@ -68,6 +68,7 @@ _LAYER = (
 _FILES = {  # what the figures of a kind of line depend on
     "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
+    "designs": ("ops/kernels.py", "ops/fa4.py", "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "kernel": ("ops/kernels.py", "ops/fa4.py", "fa4_a2a/forward*.py"),
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
     "soak": ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"),

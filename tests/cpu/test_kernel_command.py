@@ -5,8 +5,8 @@ import argparse
 import pytest
 
 from fa_a2a import cli
-from fa_a2a.bench import kernel_options
-from fa_a2a.errors import ConfigurationError, UnsupportedError
+from fa_a2a.bench import kernel_designs, kernel_options
+from fa_a2a.errors import ConfigurationError, ShapeError, UnsupportedError
 from fa_a2a.native import build, toolchain
 from fa_a2a.native.build import Variant
 
@@ -86,3 +86,32 @@ def test_toolkit_and_headers_by_their_variables(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTLASS_HOME", str(tmp_path))
     assert toolchain.find_nvcc() == tmp_path / "bin/nvcc"
     assert toolchain.find_cutlass() == tmp_path / "include"
+
+
+def test_forms_and_their_chunks():
+    known = kernel_designs.FORMS
+    assert kernel_options.forms(["all"], known) == list(known)
+    assert kernel_options.forms(["persistent", "persistent"], known) == ["stock", "persistent"]
+    with pytest.raises(ConfigurationError, match="no_store_warp, or all; got 'fast'"):
+        kernel_options.forms(["fast"], known)
+    rows = [kernel_designs.Case(4608, 3, ranks, 128, "bfloat16", 2) for ranks in (2, 4)]
+    kernel_options.equal_chunks(rows)
+    with pytest.raises(ShapeError, match="equal chunks, got 4608 tokens over 5 ranks"):
+        kernel_options.equal_chunks([*rows, kernel_designs.Case(4608, 3, 5, 128, "bfloat16", 2)])
+
+
+def test_forms_are_compared_with_the_better_stock_tile_round_by_round():
+    times = {
+        "stock": [100.0, 110.0, 120.0],
+        "stock 128x176": [99.0, 109.0, 119.0],
+        "persistent": [99.99, 110.09, 120.19],
+    }
+    stock, form = kernel_designs._lines({"kind": "designs"}, times, [1.0, 2.0])
+    assert (stock["form"], stock["tile"], stock["us"]) == ("stock", "128x176", 109.0)
+    assert "over_stock_percent" not in stock and "calls_us" not in stock
+    assert (form["form"], form["over_stock_percent"], form["calls_us"]) == ("persistent", 1.0, [1.0, 2.0])
+    assert form["over_stock_ci"] < 0.01
+    (alone,) = kernel_designs._lines({}, {"stock": [1.0]}, [])
+    assert alone["tile"] == "default"
+    assert "109.0 us  tile 128x176" in kernel_designs._row(stock | {"seq_len": 8, "local_heads": 1, "num_ranks": 2})
+    assert "+1.00 ± 0.00 % of stock" in kernel_designs._row(form | {"seq_len": 8, "local_heads": 1, "num_ranks": 2})
