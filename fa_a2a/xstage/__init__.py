@@ -6,7 +6,7 @@ The equations are in fa_a2a.xstage.burst_gap; the names here are what a caller n
 from .attention import AttentionAudit, audit_attention
 from .cost import CostPrediction, predict_cost
 from .designs import DESIGNS, KernelDesign, design, design_of
-from .measures import hidden_fraction, speedup
+from .measures import hidden_fraction, speedup, wait_for_slowest_us
 from .platform import PlatformProfile
 from .profile_io import available_profiles, load_profile, profile_hash, save_profile, shipped_profile
 from .shape import AttentionShape
@@ -29,4 +29,5 @@ __all__ = [
     "save_profile",
     "shipped_profile",
     "speedup",
+    "wait_for_slowest_us",
 ]
