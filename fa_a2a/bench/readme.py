@@ -99,7 +99,25 @@ def kernel_sentence(lines: Lines) -> str:
             shape = f"({x['seq_len']}, {x['local_heads']})"
             told.setdefault(x["head_dim"], []).append(f"{x['vs_fa4']:.3f}{_mark(x)} at {shape}")
     parts = [f"D = {dim}: {', '.join(shapes)}" for dim, shapes in sorted(told.items(), reverse=True)]
-    return "; ".join(parts) + "."
+    return "; ".join(parts) + "." + _forms_sentence(lines)
+
+
+def _forms_sentence(lines: Lines) -> str:
+    """fa4's persistent form with every store local, beside the better stock tile: the range over heads and ranks."""
+    newest = _newest(lines, "designs", ("seq_len", "local_heads", "num_ranks", "head_dim", "form"))
+    chosen = [x for x in newest if x["form"] == "persistent" and x["over_stock_ci"] is not None]
+    if not chosen:
+        return ""
+    ranges = []
+    for seq_len in sorted({x["seq_len"] for x in chosen}):
+        rows = [x for x in chosen if x["seq_len"] == seq_len]
+        over = sorted(x["over_stock_percent"] for x in rows)
+        ranges.append(f"{over[0]:+.1f} to {over[-1]:+.1f} %{max(map(_mark, rows))} at {seq_len}")
+    most = max(x["over_stock_percent"] + x["over_stock_ci"] for x in chosen)
+    return (
+        f" The fused `fa4` with all stores local, on one GPU, in time over the better stock tile: {', '.join(ranges)}; "
+        f"the highest end of a 95 % interval is {most:+.2f} %."
+    )
 
 
 def dit_table(lines: Lines) -> str:

@@ -19,11 +19,12 @@ calls of one H200, taken for ranks that go on their own, would wait 0.6 us or 0.
 other, and what 2x H200 show beyond publication is 0.2 +- 0.5 us of 110 and 0.9 +- 1.0 of 220. A rank that is slower
 throughout is so alone, too (tests/cpu/test_predicted_measured.py has both).
 
-What the model does not explain: 65536 tokens of 24 heads on 2x H200 (2026-11-30), where remote stores cost 758 +- 285 us
-of 40 ms beside local ones. The persistent kernel itself is not slower there: with local stores it took 0.5 +- 0.7 % less
-than the stock one on one H200, as from 4608 tokens on. Nor is the path busy: 101 MB in 40 ms are 2.5 GB/s. In that run
-methods followed each other in a fixed order, and two that launch the same kernel (fused_ready, fused_op) lie 950 us
-apart; clocks alone move calls of 10 ms by a tenth within 0.3 s. It has not been measured again in random order.
+What the model does not explain: 65536 tokens of 24 heads on 2x H200 (2026-11-30), where remote stores cost 758 +- 285
+us of 40 ms beside local ones. The persistent kernel itself is not slower there: with local stores it took 0.5 +- 0.7 %
+less than the stock one on one H200 (1 to 3 % less at shorter lengths). Nor is the path busy: 101 MB in 40 ms are 2.5
+GB/s. In that run each method followed the same other one in every round, and two that launch the same kernel
+(fused_ready, fused_op) lie 950 us apart; clocks alone move calls of 10 ms by a tenth within 0.3 s. It has not been
+measured again in random order.
 """
 
 from __future__ import annotations
