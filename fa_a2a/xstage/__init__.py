@@ -8,7 +8,14 @@ from .cost import CostPrediction, predict_cost
 from .designs import DESIGNS, KernelDesign, design, design_of
 from .measures import hidden_fraction, speedup, wait_for_slowest_us
 from .platform import PlatformProfile
-from .profile_io import available_profiles, load_profile, profile_hash, save_profile, shipped_profile
+from .profile_io import (
+    available_profiles,
+    load_profile,
+    nearest_profile,
+    profile_hash,
+    save_profile,
+    shipped_profile,
+)
 from .shape import AttentionShape
 
 __all__ = [
@@ -24,6 +31,7 @@ __all__ = [
     "design_of",
     "hidden_fraction",
     "load_profile",
+    "nearest_profile",
     "predict_cost",
     "profile_hash",
     "save_profile",

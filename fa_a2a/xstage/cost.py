@@ -69,7 +69,8 @@ class CostPrediction:
         return None if self.publish_us is None else self.sender_us + self.publish_us
 
     def explain(self) -> str:
-        """Each term in words, then the sums."""
+        """Each term that costs something in words, then the sums."""
+        shown = [term for term in self.terms if term.us >= 0.05]
         audit, publish = self.audit, self.publish_us
         shape, last = audit.shape, audit.waves[-1]
         leave = f"; a wave leaves in {self.leave_us:.1f} us" if self.leave_us else ""
@@ -80,10 +81,15 @@ class CostPrediction:
             [
                 f"{self.design.name}: {self.design.words}",
                 f"{audit.profile.name}: {shape.seq_len} tokens, {shape.num_heads} heads of {shape.head_dim}, "
-                f"{shape.num_ranks} ranks; {audit.tiles} tiles of {shape.tile_rows} rows in {len(audit.waves)} waves, "
+                f"{shape.num_ranks} ranks; {audit.tiles} tiles of {shape.tile_rows} rows in {audit.waves_in_words}, "
                 f"{last[1]} of the last {last[0]} remote; Q-loop {audit.gap_us:.1f} us, V/R "
                 f"{_drain(audit.volume_bytes, audit.profile):.1f} us{leave}",
-                *(f"  {term.us:6.1f} us  {term.words}" for term in self.terms),
+                *(f"  {term.us:6.1f} us  {term.words}" for term in shown),
+                *(
+                    []
+                    if shown
+                    else ["     0.0 us  no store waits, no load waits for one, and the last tiles are own ones"]
+                ),
                 f"cost: sender-visible {self.sender_us:.1f} us, ready {ready} us"
                 + ("" if publish is None else f" (publication {self.design.publication}: {publish:.1f})"),
             ]

@@ -37,5 +37,5 @@ def wait_for_slowest_us(calls_us: Sequence[Sequence[float]]) -> float:
     if len({len(calls) for calls in calls_us}) != 1 or not calls_us[0]:
         got = f"{[len(calls) for calls in calls_us]}"
         raise ConfigurationError(f"there must be as many calls of each rank, at least one; got {got}; cut them alike")
-    each_us = statistics.mean(max(call) for call in zip(*calls_us, strict=True))
+    each_us: float = statistics.mean(max(call) for call in zip(*calls_us, strict=True))
     return each_us - max(statistics.mean(calls) for calls in calls_us)

@@ -123,7 +123,7 @@ def test_forms_are_compared_with_the_better_stock_tile_round_by_round():
 
 
 def test_recorded_forms_with_local_stores_are_no_slower_than_stock():
-    """What was asked of the epilogue: at most 0.5 % above the stock kernel's better tile from 4608 to 65536 tokens. Here
+    """Asked of the epilogue: at most 0.5 % above the stock kernel's better tile from 4608 to 65536 tokens. Here
     with the whole 95 % interval, for 24 and 12 heads on 2 and 4 ranks."""
     lines = [json.loads(text) for text in (RESULTS / "kernel_designs_h200.jsonl").read_text().splitlines()]
     library = {
