@@ -75,6 +75,7 @@ _FILES = {  # what the figures of a kind of line depend on
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
     "layer": _LAYER,
     "dit": (*_LAYER, "integrations/diffusers/*.py", "integrations/graph.py"),
+    "dit_check": (*_LAYER, "integrations/diffusers/*.py", "integrations/graph.py"),
 }
 
 
