@@ -62,11 +62,8 @@ class Sends(Stores):
     def send_inputs(self, params: OverlapParams, warp: Int32):
         overlap, release = params.overlap, params.release
         lane = cute.arch.lane_idx()
-        if cute.arch.block_idx()[0] == 0 and warp == self.store_warp + 1 and lane < release.num_ranks:
-            peer = release.peer_blocks[lane]
-            ptx.store_relaxed_sys(peer + 8 * (FINGERPRINT + Int64(release.rank)), overlap.fingerprint)
-            ptx.fence_acq_rel_sys()
-            ptx.store_relaxed_sys(peer + 8 * (ARRIVED + Int64(release.rank)), self.epoch(release))
+        if cute.arch.block_idx()[0] == 0 and warp == self.store_warp + 1:
+            self.open_call(overlap, release, lane)
         counters = overlap.counters.iterator.toint()
         row_bytes = params.num_heads * self.head_bytes
         ticket = self.take(counters, lane)
@@ -81,6 +78,15 @@ class Sends(Stores):
             if done > 0:
                 self.sent(overlap, release, step, counters + 8 * (int(Counter.SENT) + number), done, lane)
         self.reset(counters, overlap, lane)
+
+    @cute.jit
+    def open_call(self, overlap: Overlap, release: Release, lane: Int32):
+        """Publishes `arrived` with the configuration. Twice does no harm: the values are the same."""
+        if lane < release.num_ranks:
+            peer = release.peer_blocks[lane]
+            ptx.store_relaxed_sys(peer + 8 * (FINGERPRINT + Int64(release.rank)), overlap.fingerprint)
+            ptx.fence_acq_rel_sys()
+            ptx.store_relaxed_sys(peer + 8 * (ARRIVED + Int64(release.rank)), self.epoch(release))
 
     @cute.jit
     def take(self, counters: Int64, lane: Int32) -> Int32:

@@ -179,6 +179,9 @@ class Waits:
     def fail(self, code: Int32, chunk: Int32, part: Int32, notice: Int64):
         """The first of this GPU's warps to fail writes the record, tells the peers and traps, which ends the kernel."""
         overlap, release = self.load_params.overlap, self.load_params.release
+        if code == int(Failure.FINGERPRINT):
+            # The trap may end the warp that does so before it has: the peer would wait out its deadline.
+            self.open_call(overlap, release, cute.arch.lane_idx())
         if cute.arch.lane_idx() == 0:
             claim = overlap.counters.iterator.toint() + 8 * int(Counter.FAULT)
             if ptx.add_relaxed_gpu(claim, Int64(1)) != 0:

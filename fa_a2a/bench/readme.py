@@ -122,21 +122,23 @@ def _forms_sentence(lines: Lines) -> str:
 
 def dit_table(lines: Lines) -> str:
     """A row for each model and size, from the newest run of it; ms eager / in a graph. difference: to one GPU's output,
-    as part of what heads in each other's place make."""
+    as part of what heads in each other's place make; also of a check without times (`dit --check`)."""
     gpu = [line for line in lines if line.get("device") != "CPU"]
     rows: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
-    for x in _newest(gpu, "dit", ("world_size", "model", "seq_len", "resolution", "method", "mode")):
-        key = (x["world_size"], f"{x['model']} {x['resolution']}", x["seq_len"])
-        rows.setdefault(key, {})[x["method"], x["mode"]] = x
+    for kind in ("dit", "dit_check"):
+        for x in _newest(gpu, kind, ("world_size", "model", "seq_len", "resolution", "method", "mode")):
+            key = (x["world_size"], f"{x['model']} {x['resolution']}", x["seq_len"])
+            rows.setdefault(key, {})[x["method"] if kind == "dit" else "check", x["mode"]] = x
     header = ["P", "model", "S", "one GPU", "diffusers", "fa_a2a", "x one GPU", "x diffusers", "difference"]
     cells = []
-    for (ranks, model, seq_len), run in rows.items():
-        ours = [x for (method, _), x in run.items() if method == "fa_a2a"]
+    for (ranks, model, seq_len), run in sorted(rows.items()):
+        ours, checks = ([x for (method, _), x in run.items() if method == name] for name in ("fa_a2a", "check"))
         ms = {name: [_ms(run, name, mode) for mode in _MODES] for name in ("single", "diffusers_ulysses", "fa_a2a")}
-        parts = [x["max_difference"] / x["wrong_difference"] for x in ours if "wrong_difference" in x]
+        compared = [x for x in ours if "wrong_difference" in x] or checks
+        parts = [x["max_difference"] / x["wrong_difference"] for x in compared]
         cells.append(
             [
-                f"{ranks}{max(_mark(x) for x in ours)}",
+                f"{ranks}{max(_mark(x) for x in ours or checks)}",
                 *(model, str(seq_len)),
                 *(_pair(each, 1) for each in ms.values()),
                 *(_ratios(ms[name], ms["fa_a2a"]) for name in ("single", "diffusers_ulysses")),
