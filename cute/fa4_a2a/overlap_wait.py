@@ -34,6 +34,7 @@ from quack.copy_utils import get_tma_desc_addr
 from . import ptx
 from .overlap import Counter
 from .overlap_schedule import locate
+from .persistent_schedule import scheduler
 from .signal import ARRIVED, EPOCH, FINGERPRINT, MAX_PARTS, PARTS, TOLD, Failure, Word
 from .signal_kernel import LOOKS_A_NOTICE, POLL_NS, Signal, ends, reached
 
@@ -84,7 +85,8 @@ class Waits:
 
     def load(self, *arguments: Any) -> None:
         changed = list(arguments)
-        params = self.scheduler_of(arguments)().params
+        make_scheduler = scheduler(arguments)
+        params = make_scheduler().params
         self.begin_load(params)
         own = params.overlap.q_atom, params.overlap.k_atom, params.overlap.v_atom
         for i, (atom, flag) in enumerate(zip(own, (OWN_Q, OWN_KV, OWN_KV))):
@@ -92,7 +94,7 @@ class Waits:
             trait = Either(there._trait.value, atom, there, self.state, flag)
             changed[6 + i] = cute.CopyAtom(there.op, trait)
         FlashAttentionForwardSm90.load(self, *changed)
-        self.after_load(arguments[3], self.scheduler_of(arguments))
+        self.after_load(arguments[3], make_scheduler)
 
     @cute.jit
     def load_KV(self, tma_load_fn, paged_kv_manager, sX, block, pipeline_kv, producer_state, K_or_V, page_idx=None):
