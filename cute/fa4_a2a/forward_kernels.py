@@ -65,9 +65,7 @@ def attention_arguments(dtype: str, head_dim: int, with_lse: bool, heads_per_kv:
     return q, k, v, o, lse, Float32(1.0)
 
 
-def sm90_options(
-    dtype: str, head_dim: int, tile: Tile, heads_per_kv: int = 1, causal: bool = False
-) -> dict[str, Any]:
+def sm90_options(dtype: str, head_dim: int, tile: Tile, heads_per_kv: int = 1, causal: bool = False) -> dict[str, Any]:
     return {
         "dtype": DTYPES[dtype],
         "head_dim": head_dim,

@@ -31,12 +31,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from . import ptx
-from .overlap import BATCHES, PIECE_BYTES, SENDERS, UNROLL, WARP, Counter, Step
+from .overlap import BATCHES, SENDERS, UNROLL, Counter, Step
 from .overlap_schedule import Overlap, OverlapParams
 from .persistent_release import publish
 from .persistent_schedule import Release
 from .persistent_slices import sleep
 from .persistent_stores import Stores
+from .scatter import PIECE_BYTES, WARP
 from .scatter_pieces import loads, piece, registers, stores, take
 from .signal import ARRIVED, EPOCH, FINGERPRINT
 

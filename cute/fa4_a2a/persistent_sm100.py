@@ -66,9 +66,7 @@ class Schedule:
 
     def to_underlying_arguments(self, arguments: Any, *, scheduling_mode: Any) -> Params:
         blocks = cute.ceil_div(arguments.num_block, self._ctas)
-        return Params.create(
-            Extents(blocks, arguments.num_head, arguments.num_batch), *self._kernel.rest_of_params
-        )
+        return Params.create(Extents(blocks, arguments.num_head, arguments.num_batch), *self._kernel.rest_of_params)
 
     def get_grid_shape(self, params: Params) -> tuple[Any, Any, Any]:
         clusters = cutlass.min(cutlass.max(self._kernel.grid_sms // self._ctas, 1), params.tiles)

@@ -5,7 +5,7 @@ from cubin import PROXY_FENCE, beyond_what_is_left, no_local_memory, opcodes, us
 from device_view import FLOAT, INT, device_view
 from fa4_a2a.cache import cached_kernels
 from fa4_a2a.overlap import Counter, Geometry, OverlapPlan, Send, Step, load_overlap, send_order, whole_parts
-from fa4_a2a.persistent import load_persistent
+from fa4_a2a.persistent import DEFAULT_BUILD, load_persistent
 from fa4_a2a.signal import MAX_PARTS, PARTS, Flags
 
 P, ROWS, HEADS, D = 4, 1152, 6, 128
@@ -34,7 +34,7 @@ def test_kernel_keeps_its_registers(dtype, with_lse, sass):
 
 def test_tensor_core_work_is_the_persistent_kernels(sass):
     load_persistent(D, "bfloat16", "sm_90a", 132, with_lse=True)
-    theirs = sass(f"persistent-sm_90a-d{D}-bfloat16", tile=[128, 160], with_lse=True)
+    theirs = sass(f"persistent-sm_90a-d{D}-bfloat16", tile=[128, 160], with_lse=True, build=list(DEFAULT_BUILD))
     mma = lambda lines: [op for op in opcodes(lines) if op.startswith("HGMMA")]
     assert mma(read(sass)) == mma(theirs)
 
@@ -130,7 +130,7 @@ def test_calls_reach_the_launch(no_gpu):
     tables = [device_view((n,), code=INT, bits=64) for n in (26, 4, 5)]
     blocks, counter = (device_view((n,), code=INT, bits=64) for n in (4, 1))
     flags = Flags.ADVANCE | Flags.PUBLISH | Flags.WAIT
-    publication = (blocks, 1, P, int(flags), 10**9, 1 << 41, counter)
+    publication = (blocks, counter, 1, P, int(flags), 10**9, 1 << 41)
     kernel = load_overlap(D, "bfloat16", "sm_90a", 132, with_lse=True)
     attention = (queries, keys, keys, outputs, lse, D**-0.5, 1500, 54, 132)
     with pytest.raises(RuntimeError, match="Cuda"):

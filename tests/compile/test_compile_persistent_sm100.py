@@ -95,11 +95,13 @@ def test_barrier_is_free():
 
 def make(head_dim, **choices):
     from cutlass import BFloat16
-    from fa4_a2a.persistent_sm100 import make_sm100
+    from fa4_a2a.forward_kernels import sm100_options
+    from fa4_a2a.persistent_sm100 import PersistentForwardSm100
     from fa4_a2a.toolchain import target
 
     with target(ARCH):
-        kernel = make_sm100(head_dim, persistent_tile(head_dim, ARCH), 1, Build(**choices))
+        options = sm100_options(head_dim, persistent_tile(head_dim, ARCH))
+        kernel = PersistentForwardSm100(Build(**choices), **options)
     kernel.dtype = BFloat16
     return kernel
 
@@ -148,9 +150,9 @@ def test_calls_reach_the_launch(no_gpu):
     o = device_view((P, ROWS, HEADS, d), (2**36, P * HEADS * d, d, 1))
     lse = device_view((P, HEADS, ROWS), (2**35, ROWS, 1), code=FLOAT, bits=32)
     blocks, counter = (device_view((n,), code=INT, bits=64) for n in (4, 1))
-    release = (blocks, 1, P, Flags.PUBLISH | Flags.WAIT, 10**9, 1 << 41, counter)
+    publication = (blocks, counter, 1, P, Flags.PUBLISH | Flags.WAIT, 10**9, 1 << 41)
     with pytest.raises(RuntimeError, match="Cuda"):
-        load(*CASES[0])(q, k, v, o, lse, d**-0.5, 1000, *release, Order.OWN_LAST, num_sms=100)
+        load(*CASES[0])(q, k, v, o, lse, d**-0.5, 1000, publication, Order.OWN_LAST, num_sms=100)
 
 
 @pytest.mark.parametrize(

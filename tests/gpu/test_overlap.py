@@ -131,7 +131,7 @@ class Rank:
             self.o, self.lse, 128**-0.5, 1500, own_first, num_sms,
         )  # fmt: skip
         publication = (
-            self.table, self.rank, self.ranks, flags, 5 * 10**9, self.record.data_ptr(), self.counter
+            self.table, self.counter, self.rank, self.ranks, flags, 5 * 10**9, self.record.data_ptr()
         )  # fmt: skip
         self.plan(attention, inputs, send_pace_ns, MARK, publication)
 
