@@ -35,6 +35,7 @@ _SIGNAL = (
     "layout.py",
     "sharding.py",
     "comm/nvshmem*.py",
+    "comm/buffers.py",
     "comm/workspace.py",
     "fa4_a2a/signal*.py",
     "fa4_a2a/ptx.py",
