@@ -2,7 +2,7 @@ from dataclasses import fields
 
 import pytest
 from cubin import beyond_what_is_left, cubins, no_local_memory, opcodes, uses
-from device_view import FLOAT, INT, device_view
+from device_view import FLOAT, INT, attention_views, device_view
 from fa4_a2a.cache import cached_kernels
 from fa4_a2a.forward import load_forward
 from fa4_a2a.persistent import PERSISTENT_TILES, Build, Order, load_persistent, persistent_tile
@@ -124,15 +124,7 @@ def test_tile_orders(blocks, heads, chunks):
 
 @pytest.fixture
 def arguments():
-    """What a rank of four passes: keys shared by all chunks, O spread over the peers' mappings 128 GiB apart."""
-    return {
-        "q": device_view((P, ROWS, HEADS, D)),
-        "k": device_view((P, KEYS, HEADS, D), (0, HEADS * D, D, 1)),
-        "v": device_view((P, KEYS, HEADS, D), (0, HEADS * D, D, 1)),
-        "o": device_view((P, ROWS, HEADS, D), (2**36, P * HEADS * D, D, 1)),
-        "lse": device_view((P, HEADS, ROWS), (2**35, ROWS, 1), code=FLOAT, bits=32),
-        "scale": D**-0.5,
-    }
+    return attention_views(P, ROWS, HEADS, D)
 
 
 def test_calls_reach_the_launch(arguments, no_gpu):

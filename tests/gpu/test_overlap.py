@@ -20,13 +20,6 @@ SHAPES = [  # ranks, rows of a rank, local heads
 ]
 
 
-@pytest.fixture
-def arch(device, need):
-    capability = torch.cuda.get_device_capability(device)
-    need("gpu", capability == (9, 0), f"the overlapped kernel is for compute capability 9.0, this is {capability}")
-    return "sm_90a"
-
-
 @cache
 def kernels(arch, dtype=torch.bfloat16, with_lse=True):
     """(stock, overlapped)"""

@@ -40,13 +40,6 @@ OTHERS = [  # head_dim, dtype, tile, build
 ]
 
 
-@pytest.fixture
-def arch(device, need):
-    capability = torch.cuda.get_device_capability(device)
-    need("gpu", capability == (9, 0), f"the persistent kernel is for compute capability 9.0, this is {capability}")
-    return "sm_90a"
-
-
 @cache
 def kernels(arch, dim, dtype, tile, build, with_lse=True, **more):
     """(stock, persistent)"""
