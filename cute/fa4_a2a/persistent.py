@@ -125,6 +125,7 @@ class Forward:
         scale: float,
         pace_ns: int = 0,
         publication: tuple[Any, ...] = NO_PUBLICATION,
+        *,
         order: int = Order.OWN_LAST,
         num_sms: int | None = None,
         stamps: torch.Tensor | None = None,

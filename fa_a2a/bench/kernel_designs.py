@@ -146,7 +146,7 @@ class _Forms:
         chunks = self.qkv[0].view(case.num_ranks, -1, *self.qkv[0].shape[2:])
         keys, values = (t.expand(case.num_ranks, -1, -1, -1) for t in self.qkv[1:])
         ((_, o, _),) = self.sink.by_run
-        return partial(kernel, chunks, keys, values, o[0], None, self.scale, pace_ns, order)
+        return partial(kernel, chunks, keys, values, o[0], None, self.scale, pace_ns, order=order)
 
     def _check(self, name: str, call: Call, want: torch.Tensor) -> None:
         """FaA2AError where the output, poisoned before, differs from the stock kernel's of the same key tile."""

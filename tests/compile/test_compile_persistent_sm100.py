@@ -148,7 +148,7 @@ def test_calls_reach_the_launch(no_gpu):
     blocks, counter = (device_view((n,), code=INT, bits=64) for n in (4, 1))
     publication = (blocks, counter, 1, P, Flags.PUBLISH | Flags.WAIT, 10**9, 1 << 41)
     with pytest.raises(RuntimeError, match="Cuda"):
-        load(*CASES[0])(*attention, 1000, publication, Order.OWN_LAST, num_sms=100)
+        load(*CASES[0])(*attention, 1000, publication, order=Order.OWN_LAST, num_sms=100)
 
 
 @pytest.mark.parametrize(
