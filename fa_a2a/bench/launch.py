@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from .. import config
 from ..errors import ConfigurationError, FaA2AError, PeerError
-from . import interrupt, rank_process
+from . import interrupt, rank_process, shared_gpu
 
 _POLL_S = 0.1  # how soon a signal is heeded
 _GRACE_S = 0.8  # between a request to end and the kill
@@ -48,7 +48,8 @@ def join(rank: int, size: int, kind: str, port: int | None = None) -> torch.devi
         shared = config.share_gpu() and count < size
         device = torch.device("cuda", local % count if shared else local)
         torch.cuda.set_device(device)
-        if shared:  # NCCL takes one rank for each GPU
+        if shared:
+            shared_gpu.mend_gloo()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         else:
             dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
