@@ -50,7 +50,8 @@ def join(rank: int, size: int, kind: str, port: int | None = None) -> torch.devi
         torch.cuda.set_device(device)
         if shared:
             shared_gpu.mend_gloo()
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            # named so, a DeviceMesh over all ranks takes this group, and makes none of its own
+            dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=size, timeout=limit)
         else:
             dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
         return device

@@ -22,6 +22,7 @@ def mend_gloo() -> None:
 
 def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
     group = torch._C._distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    parts = [torch.empty_like(x) for _ in range(group_size)]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts)
+    own = x.cpu().contiguous()
+    parts = [torch.empty_like(own) for _ in range(group_size)]
+    dist.all_gather(parts, own, group=group)
+    return torch.cat(parts).to(x.device)
