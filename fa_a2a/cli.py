@@ -205,7 +205,7 @@ def _soak(arguments: argparse.Namespace) -> int:
     from .bench import launch, main, soak
 
     kind = arguments.device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
-    (ranks,) = main.rank_counts([arguments.ranks], kind)
+    (ranks,) = main.rank_counts([arguments.ranks], kind, timed=False)
     calls = arguments.calls if arguments.calls is not None else {"cuda": 20_000, "cpu": 100_000}[kind]
     if calls < 10:
         raise ConfigurationError(f"--calls must be at least 10, got {calls}")
@@ -214,7 +214,7 @@ def _soak(arguments: argparse.Namespace) -> int:
     if arguments.traffic and kind == "cpu":
         raise ConfigurationError("--traffic is about the links between GPUs; leave it out on CPU processes")
     checks.appendable(arguments.out)
-    launch.run(soak.body, ranks, kind, calls, arguments.delays_us, arguments.traffic, arguments.out)
+    launch.run(soak.body, ranks, kind, calls, arguments.delays_us, arguments.traffic, arguments.out, timed=False)
     return 0
 
 

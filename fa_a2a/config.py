@@ -24,6 +24,9 @@ VARIABLES = (
         "FA_A2A_ARENA_MIB", "1024", "symmetric memory shared by the workspaces of sub-groups, in MiB for each GPU"
     ),
     Variable("FA_A2A_DEBUG", "0", "1: fill outputs with NaN before each call and check the guard regions after it"),
+    Variable(
+        "FA_A2A_SHARE_GPU", "0", "1: ranks may share a GPU, taking turns on it; for tests on fewer GPUs than ranks"
+    ),
     Variable("FA_A2A_REVISION", "", "git revision that results name; the checkout's by default"),
     Variable("FA_A2A_REQUIRE", "", "test tiers (compile, gpu, multigpu) whose skips become failures, comma-separated"),
 )
@@ -31,6 +34,7 @@ TIERS = ("compile", "gpu", "multigpu")
 _DEFAULTS = {v.name: v.default for v in VARIABLES}
 _NUMBERS = ("FA_A2A_TIMEOUT_S", "FA_A2A_COMPILE_TIMEOUT_S", "FA_A2A_ARENA_MIB")
 MOST = 1e9  # seconds: 32 years; a kernel counts them in nanoseconds, 64 bits of them
+_SWITCHES = ("FA_A2A_DEBUG", "FA_A2A_SHARE_GPU")
 _OFF, _ON = ("0", "false", "no"), ("1", "true", "yes")
 
 
@@ -61,6 +65,10 @@ def debug() -> bool:
     return read("FA_A2A_DEBUG") not in _OFF
 
 
+def share_gpu() -> bool:
+    return read("FA_A2A_SHARE_GPU") not in _OFF
+
+
 def required_tiers() -> list[str]:
     """Test tiers that FA_A2A_REQUIRE names. Raises ConfigurationError for one that there is not."""
     tiers = [tier for tier in read("FA_A2A_REQUIRE").split(",") if tier]
@@ -84,7 +92,7 @@ def problem(name: str) -> str | None:
             required_tiers()
     except ConfigurationError as error:
         return str(error)
-    if name == "FA_A2A_DEBUG" and read(name).lower() not in _OFF + _ON:
+    if name in _SWITCHES and read(name).lower() not in _OFF + _ON:
         return f"{name} must be 0 or 1, got {read(name)!r}, which counts as 1"
     return None
 

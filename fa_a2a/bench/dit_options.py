@@ -34,6 +34,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=int, help="text tokens; 512, on CPUs 32")
     parser.add_argument("--modes", help="eager, graph or both as eager,graph, the default; on CPUs eager")
     parser.add_argument("--rounds", type=int, help="timed rounds; 5, on CPUs 1")
+    parser.add_argument(
+        "--check", action="store_true", help="fa_a2a's outputs against one GPU's, no times: ranks may share a GPU"
+    )
     parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/dit.jsonl"), help="JSON lines go here")
 
 
@@ -47,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
-    counts = main.rank_counts(arguments.ranks, kind)
+    timed = not arguments.check
+    counts = main.rank_counts(arguments.ranks, kind, timed=timed)
     modes = tuple(checks.unique((arguments.modes or ("eager" if kind == "cpu" else "eager,graph")).split(",")))
     if unknown := [mode for mode in modes if mode not in dit.MODES]:
         raise ConfigurationError(f"--modes takes {', '.join(dit.MODES)} with commas between, got {unknown[0]!r}")
@@ -63,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             "CPU processes, narrow models: a check that the outputs agree; their times say nothing of GPUs.", flush=True
         )
     for count, fitting in cases.items():
-        launch.run(dit.body, count, kind, fitting, modes, arguments.out)
+        launch.run(dit.body, count, kind, fitting, modes, timed, arguments.out, timed=timed)
     if launch.is_main():
         dit.show(arguments.out)
     return 0

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from .. import config
 from ..errors import ConfigurationError, ShapeError, UnsupportedError
 from ..layout import MAX_RANKS, ExchangeShape
 from ..ops import kernels
@@ -29,13 +30,16 @@ if TYPE_CHECKING:
 Row = TypeVar("Row", Case, "exchange_methods.Case")
 
 
-def rank_counts(asked: list[int] | None, kind: str) -> list[int]:
-    """Each once. Raises ConfigurationError for one that cannot be had, or that has nothing to exchange."""
+def rank_counts(asked: list[int] | None, kind: str, *, timed: bool = True) -> list[int]:
+    """Each once. Raises ConfigurationError for one that cannot be had, or that has nothing to exchange.
+
+    timed: ranks that share a GPU (FA_A2A_SHARE_GPU) will not do."""
     if under_torchrun():
         counts = asked or [int(os.environ["WORLD_SIZE"])]
     elif asked:
         counts = checks.unique(asked)
-        if kind == "cuda" and max(counts) > (gpus := torch.cuda.device_count()):
+        shared = not timed and config.share_gpu()
+        if kind == "cuda" and max(counts) > (gpus := torch.cuda.device_count()) and not shared:
             raise ConfigurationError(f"{max(counts)} ranks need {max(counts)} GPUs, this machine has {gpus}")
     else:
         counts = [2, 4] if kind == "cpu" else [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
