@@ -128,7 +128,6 @@ def test_attention_properties(seq_len, heads, kernel, spread):
     shape = chosen.shape(batch=1, seq_len=seq_len, num_heads=2 * heads, head_dim=128, num_ranks=2)
     found = simulate_attention(shape, profile, chosen, spread=spread)
     volume = shape.chunk_tiles * shape.tile_bytes
-    assert found.cost_us <= simulate_attention(shape, profile, chosen).cost_us + 0.2, "in step is the worst case"
     assert -1e-6 <= found.tail_us <= volume / RATE / 1e3 + 1e-6
     assert found.arrived_us[1] <= found.end_us + found.tail_us + 1e-6
     assert found.peak_bytes <= volume
