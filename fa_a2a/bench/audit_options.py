@@ -99,7 +99,7 @@ def _kernel(arguments: argparse.Namespace, profile: PlatformProfile, store: Stor
             f"kernel design {kernel.name!r} takes its own chunk {kernel.own_chunk}, got --own-chunk "
             f"{arguments.own_chunk}; leave the option out"
         )
-    shape = kernel.shape(**_call(arguments, profile))
+    shape = kernel.shape(**_call(arguments, profile), num_sms=profile.num_sms)
     if arguments.tile_rows is not None:
         shape = dataclasses.replace(shape, tile_rows=arguments.tile_rows)
     print(predict_cost(shape, profile, kernel, store=store).explain())
