@@ -91,7 +91,8 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
   require(v.size(1) == keys && v.size(2) == heads_kv, "k and v have the same keys and heads");
   require(o.size(1) == rows && o.size(2) == heads, "o has the rows and heads of q");
   require(heads % heads_kv == 0, "the heads of q are a multiple of those of k and v");
-  require(std::isfinite(scale), "the scale is finite");
+  // A branch for the others inside the loop over the keys would cost more than their caller's negating q.
+  require(std::isfinite(scale) && scale >= 0, "the scale is finite and not negative; for a negative one negate q");
   require(addresses.ndim() == 2 && addresses.size(0) == 2 && addresses.size(1) == chunks &&
               addresses.dtype().bits == 64 && addresses.device().device_type == kDLCPU,
           "addresses is an int64 tensor (2, chunks) on the CPU");
@@ -117,8 +118,7 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
   }
   params.rows = rows, params.keys = keys, params.pace_ns = int(pace_ns);
   // The softmax follows the maximum of what it multiplies with a positive number; 0 is taken as next to nothing.
-  params.negated = scale < 0;
-  params.scale_log2 = std::max(float(std::abs(scale) * 1.4426950408889634), 1e-30f);
+  params.scale_log2 = std::max(float(scale * 1.4426950408889634), 1e-30f);
   params.heads_per_kv = cutlass::FastDivmod(heads / heads_kv);
   params.release = {static_cast<uint64_t const*>(peer_blocks.data_ptr()), static_cast<uint64_t*>(counter.data_ptr()),
                     uint64_t(record), deadline_ns, int(rank), int(num_ranks), int(flags)};

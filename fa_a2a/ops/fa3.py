@@ -44,6 +44,8 @@ class _FA3:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A row's bits depend neither on where its tile begins nor on the tile: `chunks` is not needed."""
         q, k, v = (loadable(t) for t in (q, k, v))
+        if scale < 0:
+            q, scale = -q, -scale
         batch, seq, heads, _ = q.shape
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device) if with_lse else None
@@ -78,7 +80,11 @@ class _FA3:
         if self._paced:
             pace_ns = slice_pace_ns(tile.rows, k.shape[1], head_dim, q.itemsize, self.num_sms, SLICE_ROWS)
         end = _arguments(release or self._silent)
-        return [partial(self._forward[tile], chunks, k, v, *outputs, scale, pace_ns, OWN_LAST, self.num_sms, *end)]
+        forward = self._forward[tile]
+        rest = (k, v, *outputs, abs(scale), pace_ns, OWN_LAST, self.num_sms, *end)
+        if scale < 0:  # what is in q then comes with each launch
+            return [lambda: forward(-chunks, *rest)]
+        return [partial(forward, chunks, *rest)]
 
 
 def _outputs(
