@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+from . import __version__
 from .bench import audit_options, checks, dit_options, interrupt, kernel_options, pace_options, sweep_options, tools
 from .errors import ConfigurationError, FaA2AError
 
@@ -37,42 +38,61 @@ def _say(text: str, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fa-a2a", description="attention with the all-to-all inside")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="fa-a2a",
+        description="Attention with the all-to-all inside: what this machine can do, and what it costs. "
+        "`fa-a2a COMMAND --help` says what a command needs and writes. Exit codes: 0, 1 for what is refused or goes "
+        "wrong, 2 for options that there are not.",
+    )
+    parser.add_argument("--version", action="version", version=f"fa_a2a {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, more: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}")
+
+    lines = "Adds JSON lines to --out; numbers with commas between are measured one after the other."
+    gpus = f"Needs two GPUs of one host; starts a process for each, or runs under torchrun. {lines}"
+    either = f"Starts a process for each GPU, or CPU processes without one, or runs under torchrun. {lines}"
     sweep_options.add(
-        commands.add_parser("sweep", help="time serial and fused attention, or the layer, against sequence length")
+        add("sweep", "time serial and fused attention, or the layer, against sequence length", f"{either} Then plots.")
     )
-    dit_options.add(commands.add_parser("dit", help="time whole diffusion transformers: one GPU, diffusers, ours"))
+    dit_options.add(add("dit", "time whole diffusion transformers: one GPU, diffusers, ours", either))
     _add_calibrate(
-        commands.add_parser("calibrate", help="measure this machine's path between GPUs, or fit samples of it")
+        add(
+            "calibrate", "measure this machine's path between GPUs, or fit samples of it", "Writes a profile for audit."
+        )
     )
-    audit_options.add(commands.add_parser("audit", help="does the exchange hide behind attention? The model's answer"))
-    _add_exchange(commands.add_parser("exchange", help="time the exchange before attention: ours, copies, NCCL"))
-    pace_options.add(
-        commands.add_parser("pace", help="time the persistent attention kernel: builds, orders, paces, release")
+    audit_options.add(
+        add("audit", "does the exchange hide behind attention? The model's answer", "Measures nothing; needs no GPU.")
     )
-    kernel_options.add(commands.add_parser("kernel", help="time attention alone on one GPU: fa3 beside fa4"))
-    plot = commands.add_parser("plot", help="plot the lines of results files")
-    plot.add_argument("results", nargs="+", type=Path, help="JSON-lines files")
-    plot.add_argument("--out", type=Path, default=Path("sweep.png"))
+    _add_exchange(add("exchange", "time the exchange before attention: ours, copies, NCCL", gpus))
+    pace_options.add(add("pace", "time the persistent attention kernel: builds, orders, paces, release", gpus))
+    kernel_options.add(add("kernel", "time attention alone on one GPU: fa3 beside fa4", "Adds JSON lines to --out."))
+    plot = add("plot", "plot the lines of results files", "Needs matplotlib: pip install 'fa_a2a[plot]'.")
+    plot.add_argument("results", nargs="+", type=Path, help="JSON-lines files, as the other commands write them")
+    plot.add_argument("--out", type=Path, default=Path("sweep.png"), help="the picture; sweep.png by default")
     plot.add_argument("--readme", type=Path, help="also make the marked tables of this file anew")
-    build = commands.add_parser("compile", help="compile the GPU kernels into the cache; needs no GPU")
+    build = add("compile", "compile the GPU kernels into the cache; needs no GPU", "Kernels that are there are kept.")
     build.add_argument("--arch", choices=("sm_90a", "sm_100a"), help="sm_90a or sm_100a; this machine's GPU by default")
     build.add_argument(
         "--kernel", choices=("all", "fa4", "fa3"), default="all", help="fa3 needs nvcc; all takes it where nvcc is"
     )
     build.add_argument("--num-sms", type=int, default=None, help="SMs of that GPU; 132 for sm_90a, 148 for sm_100a")
-    litmus = commands.add_parser("litmus", help="memory ordering of stores to a peer: does the fence cover them?")
-    litmus.add_argument("--rounds", type=int, default=20000)
-    litmus.add_argument("--out", type=Path, default=Path("fa_a2a_results/litmus.jsonl"))
-    soak = commands.add_parser("soak", help="very many calls with changing shapes, every output checked bitwise")
+    litmus = add("litmus", "memory ordering of stores to a peer: does the fence cover them?", "Needs two GPUs.")
+    litmus.add_argument("--rounds", type=int, default=20000, help="of each test; 20000 by default")
+    litmus.add_argument("--out", type=Path, default=Path("fa_a2a_results/litmus.jsonl"), help="JSON lines go here")
+    soak = add(
+        "soak", "very many calls with changing shapes, every output checked bitwise", "On GPUs or CPU processes."
+    )
     soak.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there are two GPUs")
-    soak.add_argument("--ranks", type=int, default=2)
+    soak.add_argument("--ranks", type=int, default=2, help="2 by default")
     soak.add_argument("--calls", type=int, help="20000, on CPUs 100000")
-    soak.add_argument("--delays-us", type=float, default=0.0, help="longest random delay before, between and after")
+    soak.add_argument(
+        "--delays-us", type=float, default=0.0, help="longest random delay before, between and after; none by default"
+    )
     soak.add_argument("--traffic", action="store_true", help="all-reduces and peer copies beside the calls; GPUs")
     soak.add_argument("--out", type=Path, default=Path("fa_a2a_results/soak.jsonl"), help="JSON lines go here")
-    commands.add_parser("doctor", help="what this machine offers, and which path 'auto' takes")
+    add("doctor", "what this machine offers, and which path 'auto' takes", "On several GPUs also checks one layer.")
     return parser
 
 
@@ -80,7 +100,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     results = Path("fa_a2a_results")
     parser.add_argument("--samples", type=Path, nargs="+", help="fit these recorded lines; needs no GPU")
     parser.add_argument("--ranks", type=int, help="GPUs to use; all by default, or torchrun's")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of all points")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of all points; 7 by default")
     parser.add_argument("--quick", action="store_true", help="fewer gaps and volumes")
     parser.add_argument("--name", help="the profile's name; by default from device and ranks, as h200x4")
     parser.add_argument(
@@ -93,16 +113,20 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_exchange(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument("--ranks", type=checks.counts, help="2,4,8 by default as far as there are GPUs; or torchrun's")
     parser.add_argument(
-        "--seq-lens", type=checks.counts, default=[4608, 8192, 16384, 32768], help="of the whole sequence"
+        "--seq-lens",
+        type=checks.counts,
+        default=[4608, 8192, 16384, 32768],
+        help="of the whole sequence; 4608 to 32768",
     )
-    parser.add_argument("--heads", type=checks.counts, default=[24])
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--methods", nargs="+", default=["st", "bulk", "copies", "nccl", "nccl_packed"])
-    parser.add_argument("--rounds", type=int, default=12, help="timed rounds")
+    parser.add_argument("--heads", type=checks.counts, default=[24], help="24 by default")
+    parser.add_argument("--head-dim", type=int, default=128, help="128 by default")
+    parser.add_argument("--batch", type=int, default=1, help="1 by default")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="bfloat16 by default")
+    methods = ["st", "bulk", "copies", "nccl", "nccl_packed"]
+    parser.add_argument("--methods", nargs="+", default=methods, help=f"spaces between; {' '.join(methods)} by default")
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds; 12 by default")
     parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/exchange.jsonl"), help="JSON lines go here")
 
 
@@ -181,7 +205,7 @@ def _soak(arguments: argparse.Namespace) -> int:
     from .bench import launch, main, soak
 
     kind = arguments.device or ("cuda" if torch.cuda.device_count() > 1 else "cpu")
-    (ranks,) = main.rank_counts([arguments.ranks], kind)
+    (ranks,) = main.rank_counts([arguments.ranks], kind, timed=False)
     calls = arguments.calls if arguments.calls is not None else {"cuda": 20_000, "cpu": 100_000}[kind]
     if calls < 10:
         raise ConfigurationError(f"--calls must be at least 10, got {calls}")
@@ -190,7 +214,7 @@ def _soak(arguments: argparse.Namespace) -> int:
     if arguments.traffic and kind == "cpu":
         raise ConfigurationError("--traffic is about the links between GPUs; leave it out on CPU processes")
     checks.appendable(arguments.out)
-    launch.run(soak.body, ranks, kind, calls, arguments.delays_us, arguments.traffic, arguments.out)
+    launch.run(soak.body, ranks, kind, calls, arguments.delays_us, arguments.traffic, arguments.out, timed=False)
     return 0
 
 

@@ -24,12 +24,17 @@ VARIABLES = (
         "FA_A2A_ARENA_MIB", "1024", "symmetric memory shared by the workspaces of sub-groups, in MiB for each GPU"
     ),
     Variable("FA_A2A_DEBUG", "0", "1: fill outputs with NaN before each call and check the guard regions after it"),
+    Variable(
+        "FA_A2A_SHARE_GPU", "0", "1: ranks may share a GPU, taking turns on it; for tests on fewer GPUs than ranks"
+    ),
     Variable("FA_A2A_REVISION", "", "git revision that results name; the checkout's by default"),
     Variable("FA_A2A_REQUIRE", "", "test tiers (compile, gpu, multigpu) whose skips become failures, comma-separated"),
 )
 TIERS = ("compile", "gpu", "multigpu")
 _DEFAULTS = {v.name: v.default for v in VARIABLES}
 _NUMBERS = ("FA_A2A_TIMEOUT_S", "FA_A2A_COMPILE_TIMEOUT_S", "FA_A2A_ARENA_MIB")
+MOST = 1e9  # seconds: 32 years; a kernel counts them in nanoseconds, 64 bits of them
+_SWITCHES = ("FA_A2A_DEBUG", "FA_A2A_SHARE_GPU")
 _OFF, _ON = ("0", "false", "no"), ("1", "true", "yes")
 
 
@@ -39,19 +44,29 @@ def read(name: str) -> str:
 
 
 def read_number(name: str) -> float:
-    """The variable as a positive number. Raises ConfigurationError for anything else."""
+    """The variable as a positive number, at most MOST. Raises ConfigurationError for anything else."""
     text = read(name)
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise ConfigurationError(f"{name} must be a positive number, got {text!r}; unset it for {_DEFAULTS[name]}")
+    if not 0 < number <= MOST:
+        raise ConfigurationError(
+            f"{name} must be a positive number, at most {MOST:g}, got {text!r}; unset it for {_DEFAULTS[name]}"
+        )
     return number
+
+
+def default_number(name: str) -> float:
+    return float(_DEFAULTS[name])
 
 
 def debug() -> bool:
     return read("FA_A2A_DEBUG") not in _OFF
+
+
+def share_gpu() -> bool:
+    return read("FA_A2A_SHARE_GPU") not in _OFF
 
 
 def required_tiers() -> list[str]:
@@ -77,7 +92,7 @@ def problem(name: str) -> str | None:
             required_tiers()
     except ConfigurationError as error:
         return str(error)
-    if name == "FA_A2A_DEBUG" and read(name).lower() not in _OFF + _ON:
+    if name in _SWITCHES and read(name).lower() not in _OFF + _ON:
         return f"{name} must be 0 or 1, got {read(name)!r}, which counts as 1"
     return None
 

@@ -92,7 +92,10 @@ def _path(device: torch.device) -> Iterator[str]:
     elif (trouble := fused_problem()) is not None:
         yield f'auto: kernel "torch", exchange "collective": {trouble}'
     else:
-        yield 'auto: kernel "fa4", exchange "fused" through NVSHMEM, for head_dim 64 and 128 in bfloat16 and float16'
+        yield (
+            'auto: kernel "fa4", exchange "overlapped" or "fused" through NVSHMEM as the shape has it, in bfloat16 and '
+            "float16; last_plan says why"
+        )
 
 
 def check_ranks(device: torch.device) -> None:

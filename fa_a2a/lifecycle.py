@@ -8,7 +8,8 @@ import torch
 
 from . import config
 from .comm.group import all_groups, resolve
-from .ops.functional import deadline
+from .errors import ConfigurationError
+from .ops.deadlines import own_options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,12 +23,16 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
     together. device: the current CUDA device by default. Raises UnsupportedError where the GPUs cannot share memory.
     Without a GPU, or for a CPU device, there is nothing to start: it returns at once.
     """
-    if device.type == "cpu" if device is not None else not torch.cuda.is_available():
-        return
-    from .comm.nvshmem_world import initialize as start
+    if device is not None and not isinstance(device, torch.device):
+        raise ConfigurationError(f"device must be a torch.device or None, got {device!r}")
+    seconds, refused = own_options(timeout_s)
+    if device.type == "cuda" if device is not None else torch.cuda.is_available():
+        from .comm.nvshmem_world import initialize as start
 
-    where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-    start(where, deadline(timeout_s), int(config.read_number("FA_A2A_ARENA_MIB") * (1 << 20)))
+        where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        start(where, seconds, int(config.read_number("FA_A2A_ARENA_MIB") * (1 << 20)))
+    if refused is not None:
+        raise refused
 
 
 def close(group: ProcessGroup | DeviceMesh | str | None = None, timeout_s: float | None = None) -> None:
@@ -37,12 +42,15 @@ def close(group: ProcessGroup | DeviceMesh | str | None = None, timeout_s: float
     """
     where = resolve(group)
     where.check_process()
+    seconds, refused = own_options(timeout_s)
     try:
         if where.workspace is not None:
-            where.workspace.close(deadline(timeout_s))
+            where.workspace.close(seconds)
     finally:
         where.workspace = None
         where.reset()
+    if refused is not None:
+        raise refused
 
 
 def memory_bytes() -> dict[str, int]:

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from .comm.group import Group, resolve
-from .errors import UnsupportedError
 from .ops import schema
-from .ops.functional import deadline, find_plan, whole_layer
+from .ops.arguments import flag_problem, scale_problem
+from .ops.deadlines import deadline
+from .ops.functional import find_plan, whole_layer
 from .ops.norm_rope import NormRope
-from .ops.options import PLAIN, WHOLE_KV_ALONE, Options
+from .ops.options import PLAIN, Options, problem
 from .ops.plan import Plan, check_choices
+from .ops.request import grad_problem
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,6 +52,8 @@ class UlyssesAttention(torch.nn.Module):
         super().__init__()
         self.timeout_s = deadline(timeout_s)
         check_choices(kernel, exchange, self.timeout_s)
+        if (refused := flag_problem("copy", copy)) is not None:
+            raise refused
         self.kernel, self.exchange, self.copy = kernel, exchange, copy
         self.last_plan: Plan | None = None
         self._requested_group = group
@@ -92,28 +96,16 @@ class UlyssesAttention(torch.nn.Module):
         whole_kv: k and v are the whole ones on every rank (cross-attention). Nothing is exchanged; q may have any rows.
         norm_rope: fa_a2a.NormRope: RMS-norm and rotary embedding of q and k. The kernel of the fused exchange applies
             them as it stores (equal shards), else torch operations do; the overlapped exchange takes none.
-        Returns (batch, rows, heads, head_dim). Raises like `scatter_heads`.
+        Returns (batch, rows, heads, head_dim). Raises like `scatter_heads`, under torch.compile, too, which takes plain
+        numbers only, not numpy's.
         """
-        if torch.compiler.is_compiling():
-            if norm_rope is not None:  # for the compiler to fuse
-                if whole_kv:
-                    raise UnsupportedError(WHOLE_KV_ALONE)
-                norm_rope.check(q_BsHD)
-                q_BsHD, k_BsHD = norm_rope.applied(q_BsHD, k_BsHD)
-            lengths = key_lengths
-            if lengths is not None and not isinstance(lengths, torch.Tensor):
-                lengths = torch.tensor(lengths)
-            factor = q_BsHD.shape[-1] ** -0.5 if scale is None else scale
-            both: tuple[torch.Tensor, torch.Tensor] = schema.ulysses_attention(
-                *(q_BsHD, k_BsHD, v_BsHD, self._name(), self.kernel, self.exchange, factor, return_lse, self.timeout_s),
-                *(causal, lengths, shard_sizes, replicated_text, whole_kv),
-            )
-            out, lse = both
-            return (out, lse) if return_lse else out
-        group, seconds, options = self._resolve(), self.timeout_s, PLAIN
-        absent = key_lengths is None and shard_sizes is None and replicated_text is None
-        if causal or whole_kv or norm_rope is not None or not absent:
+        absent = key_lengths is None and shard_sizes is None and replicated_text is None and norm_rope is None
+        options = PLAIN
+        if not absent or causal is not False or whole_kv is not False:
             options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv, norm_rope)
+        if torch.compiler.is_compiling():
+            return self._traced(q_BsHD, k_BsHD, v_BsHD, scale, return_lse, options)
+        group, seconds = self._resolve(), self.timeout_s
         plan = find_plan(
             group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, self.kernel, self.exchange, seconds, False, options
         )
@@ -124,6 +116,31 @@ class UlyssesAttention(torch.nn.Module):
             assert lse_or_none is not None
             return result, lse_or_none
         return result
+
+    def _traced(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, return_lse: bool, options: Options
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The call as torch.compile sees it. What is refused is refused by the operator when it runs, since it can tell
+        the other ranks."""
+        causal, lengths, sizes, text, whole_kv, norm_rope = options
+        where = (self._name(), self.kernel, self.exchange)
+        refused = problem(options) or scale_problem(scale) or flag_problem("return_lse", return_lse)
+        refused = refused or grad_problem(q, k, v)
+        if norm_rope is not None and q.dim() != 4:
+            norm_rope = None  # the operator refuses q
+        if refused is None and norm_rope is not None:  # applied here, for the compiler to fuse
+            refused = norm_rope.refusal(q)
+        if refused is not None:
+            told = type(refused).__name__ + ": " + refused.args[0]  # the compiler takes no f-string of an error
+            return schema.ulysses_attention(q, k, v, *where, None, False, self.timeout_s, refused=told)[0]  # type: ignore[no-any-return]
+        if norm_rope is not None:
+            q, k = norm_rope.applied(q, k)
+        if lengths is not None and not isinstance(lengths, torch.Tensor):
+            lengths = torch.tensor(lengths)
+        both: tuple[torch.Tensor, torch.Tensor] = schema.ulysses_attention(
+            *(q, k, v, *where, scale, return_lse, self.timeout_s, causal, lengths, sizes, text, whole_kv)
+        )
+        return both if return_lse else both[0]
 
     def _resolve(self) -> Group:
         """The group, looked up anew only when torch.distributed was initialised anew."""

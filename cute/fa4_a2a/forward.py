@@ -5,10 +5,11 @@ The kernels are upstream's, non-causal and without GQA packing. A chunk is the q
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .cache import load_or_compile
+from .checks import check_dtype
 
 
 class Tile(NamedTuple):
@@ -34,12 +35,15 @@ def forward_tile(head_dim: int, arch: str, tile: tuple[int, int] | None = None) 
     tiles = FORWARD_TILES.get((arch, head_dim))
     if tiles is None:
         raise ValueError(f"no forward kernel for {arch} with head_dim {head_dim}; there are {sorted(FORWARD_TILES)}")
-    if tile is None:
-        return tiles[0]
-    if Tile(*tile) not in tiles:
+    return pick_tile(tiles, tile, f"forward kernel for {arch} with head_dim {head_dim}")
+
+
+def pick_tile(tiles: Sequence[Tile], tile: tuple[int, int] | None, kernel: str) -> Tile:
+    """The first, or `tile` if it is among them; `kernel` says in an error what they are for."""
+    if tile is not None and Tile(*tile) not in tiles:
         there = ", ".join(f"{t.rows}x{t.keys}" for t in tiles)
-        raise ValueError(f"no {tile[0]}x{tile[1]} tile for {arch} with head_dim {head_dim}; there are {there}")
-    return Tile(*tile)
+        raise ValueError(f"no {tile[0]}x{tile[1]} tile of a {kernel}; there are {there}")
+    return tiles[0] if tile is None else Tile(*tile)
 
 
 def forward_tile_rows(head_dim: int, arch: str, tile: tuple[int, int] | None = None) -> int:
@@ -68,8 +72,7 @@ def load_forward(
     causal (sm_90a): the last row sees all keys, each row before it one key less.
     """
     chosen = forward_tile(head_dim, arch, tile)
-    if dtype not in ("bfloat16", "float16"):
-        raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
+    check_dtype(dtype)
     key = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "tile": list(chosen)}
     key |= {"with_lse": with_lse, "heads_per_kv": heads_per_kv}
     if causal:

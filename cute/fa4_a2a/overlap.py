@@ -22,7 +22,9 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import load_or_compile
+from .checks import check_dtype
 from .persistent import Build, persistent_tile
+from .scatter import PIECE_BYTES, WARP
 from .signal import FINGERPRINT, MAX_PARTS, PARTS
 
 if TYPE_CHECKING:
@@ -36,8 +38,6 @@ HEAD_DIM = 128  # with 64, three consumer groups leave too few registers for the
 # get by with 232 (no spills: tests/compile).
 BUILD = Build(release=True, registers=(232, 40))
 SENDERS = 2  # warps of a CTA
-WARP = 32
-PIECE_BYTES = 16
 UNROLL = 4  # 16-byte loads that a lane has in flight
 BATCHES = 2  # of UNROLL loads, for each unit of work
 
@@ -141,19 +141,18 @@ class OverlapForward:
     """A loaded kernel; OverlapPlan holds what does not change from call to call.
 
     (q, k, v, o, lse, scale, pace_ns, own_first, num_sms, q_in, k_in, v_in, steps, sources, counters, send_pace_ns,
-    kv_parts, own_rows, fingerprint, peer_blocks, rank, num_ranks, flags, deadline_ns, record, counter) on torch's
-    current stream. q to pace_ns, and peer_blocks to counter: as for persistent.PublishingForward; flags hold ADVANCE.
-    own_first: how many of the own chunk's tiles come before the peers'; the others come last. q_in, k_in, v_in:
-    (1, s, H, D). steps: int64 [n * Step.WORDS]. sources: int64 [num_ranks], the rank whose chunk is c. counters: int64
-    [Counter.SENT + n], zeroed once. send_pace_ns: pause of a sending warp behind each unit, 0 for none.
+    kv_parts, own_rows, fingerprint, *publication) on torch's current stream. q to pace_ns, and publication: as for
+    persistent.Forward; flags hold ADVANCE. own_first: how many of the own chunk's tiles come before the peers'; the
+    others come last. q_in, k_in, v_in: (1, s, H, D). steps: int64 [n * Step.WORDS]. sources: int64 [num_ranks], the
+    rank whose chunk is c. counters: int64 [Counter.SENT + n], zeroed once. send_pace_ns: pause of a sending warp behind
+    each unit, 0 for none.
     """
 
     def __init__(self, kernel: Callable[..., None], tile: Tile, num_sms: int):
         self._kernel, self.tile, self.num_sms = kernel, tile, num_sms
 
     def __call__(self, *arguments: Any) -> None:
-        *first, peer_blocks, rank, num_ranks, flags, deadline_ns, record, counter = arguments
-        self._kernel(*first, peer_blocks, counter, rank, num_ranks, flags, deadline_ns, record)
+        self._kernel(*arguments)
 
 
 def load_overlap(
@@ -161,8 +160,7 @@ def load_overlap(
 ) -> OverlapForward:
     """num_sms is no part of the compiled kernel."""
     chosen = persistent_tile(head_dim, arch, tile)
-    if dtype not in ("bfloat16", "float16"):
-        raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
+    check_dtype(dtype)
     if head_dim != HEAD_DIM or arch not in ARCHS:
         raise ValueError(f"no overlapped kernel for {arch} with head_dim {head_dim}; {ARCHS[0]} has {HEAD_DIM}")
     key: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "tile": list(chosen)}
@@ -227,6 +225,6 @@ class OverlapPlan:
         fingerprint: int,
         publication: tuple[Any, ...],
     ) -> None:
-        """attention: q to num_sms of the kernel's arguments; publication: peer_blocks to counter."""
+        """attention: q to num_sms of the kernel's arguments."""
         g = self.geometry
         self.kernel(*attention, *inputs, *self._tables, send_pace_ns, g.kv_parts, g.own_rows, fingerprint, *publication)

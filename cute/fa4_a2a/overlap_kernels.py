@@ -10,35 +10,25 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_tensor
-from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
-from flash_attn.cute.utils import AuxData
 
 from .forward import Tile
+from .forward_kernels import attention_arguments, sm90_options
 from .overlap_schedule import Overlap, OverlapParams, SplitOrder
 from .overlap_send import Sends
 from .overlap_wait import Waits
 from .persistent import Build, Order
+from .persistent_entry import publication_arguments
 from .persistent_kernels import PersistentForward
-from .persistent_schedule import Params, Release, TileOrder, scheduler
+from .persistent_schedule import Params, TileOrder
 from .toolchain import DTYPES, bshd, compile_for, vector
 
 
 class OverlapForward(Waits, Sends, PersistentForward):
-    @cute.jit
-    def __call__(
+    def accept(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse,
-        scale: Float32,
-        pace_ns: Int32,
-        own_first: Int32,
-        num_sms: Int32,
+        order: Int32,
         q_in: cute.Tensor,
         k_in: cute.Tensor,
         v_in: cute.Tensor,
@@ -49,23 +39,11 @@ class OverlapForward(Waits, Sends, PersistentForward):
         kv_parts: Int32,
         own_rows: Int32,
         fingerprint: Int64,
-        peer_blocks: cute.Tensor,
-        counter: cute.Tensor,
-        rank: Int32,
-        num_ranks: Int32,
-        flags: Int32,
-        deadline_ns: Int64,
-        record: Int64,
-        stream,
-    ):
-        release = Release(peer_blocks, counter, rank, num_ranks, flags, deadline_ns, record)
-        self.extras = (o, pace_ns, Int32(int(Order.OWN_FIRST)), num_sms, None, release)
+    ) -> tuple[Any, Any]:
+        """order: how many of the own chunk's tiles come first."""
         self.inputs = (q_in, k_in, v_in)
-        self.sends = (own_first, steps, sources, counters, send_pace_ns, kv_parts, own_rows, fingerprint)
-        FlashAttentionForwardSm90.__call__(self, q, k, v, o, lse, scale, *(None,) * 9, AuxData(), None, None, stream)
-
-    def scheduler_of(self, arguments: Any) -> Any:
-        return scheduler(arguments)
+        self.sends = (order, steps, sources, counters, send_pace_ns, kv_parts, own_rows, fingerprint)
+        return Int32(int(Order.OWN_FIRST)), None
 
     def schedule(self, params: Params) -> tuple[Params, type[TileOrder]]:
         own_first, steps, sources, counters, send_pace_ns, kv_parts, own_rows, fingerprint = self.sends
@@ -117,38 +95,11 @@ class OverlapForward(Waits, Sends, PersistentForward):
 
 
 def compile_overlap(head_dim: int, dtype: str, arch: str, tile: Tile, with_lse: bool, build: Build) -> Any:
-    chunks, rows, keys, heads, all_heads = (cute.sym_int32() for _ in range(5))  # the launch compares equal extents
-    element = DTYPES[dtype]
-    q, o = (bshd(element, chunks, rows, heads, head_dim) for _ in range(2))
-    k, v = (bshd(element, chunks, keys, heads, head_dim) for _ in range(2))
-    inputs = [bshd(element, 1, rows, all_heads, head_dim) for _ in range(3)]
-    lse = None
-    if with_lse:
-        strides = (cute.sym_int64(), cute.sym_int64(), 1)
-        lse = make_fake_tensor(Float32, (chunks, heads, rows), strides, assumed_align=4)
-    i32, i64 = Int32(0), Int64(0)
+    attention = attention_arguments(dtype, head_dim, with_lse)
+    rows, all_heads = attention[0].shape[1], cute.sym_int32()
+    inputs = [bshd(DTYPES[dtype], 1, rows, all_heads, head_dim) for _ in range(3)]
     tables = [vector(Int64) for _ in range(3)]
-    release = (vector(Int64), vector(Int64), i32, i32, i32, i64, i64)
-
-    def make() -> OverlapForward:
-        kernel = OverlapForward(
-            element,
-            head_dim,
-            head_dim,
-            1,
-            is_causal=False,
-            is_local=False,
-            pack_gqa=False,
-            tile_m=tile.rows,
-            tile_n=tile.keys,
-            num_stages=2,
-            num_threads=(tile.rows // 64 + 1) * 128,
-            Q_in_regs=False,
-            intra_wg_overlap=True,
-            mma_pv_is_rs=True,
-        )
-        kernel.build = build
-        return kernel
-
-    arguments = (q, k, v, o, lse, Float32(1.0), i32, i32, i32, *inputs, *tables, i32, i32, i32, i64, *release)
-    return compile_for(arch, make, *arguments)
+    i32, i64 = Int32(0), Int64(0)
+    own = (*inputs, *tables, i32, i32, i32, i64)
+    make = lambda: OverlapForward(build, **sm90_options(dtype, head_dim, tile))
+    return compile_for(arch, make, *attention, i32, i32, i32, *own, *publication_arguments(build))

@@ -26,18 +26,19 @@ after its load warp, which has read all keys. So whoever reads the epoch here or
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from . import ptx
-from .overlap import BATCHES, PIECE_BYTES, SENDERS, UNROLL, WARP, Counter, Step
+from .overlap import BATCHES, SENDERS, UNROLL, Counter, Step
 from .overlap_schedule import Overlap, OverlapParams
 from .persistent_release import publish
 from .persistent_schedule import Release
-from .persistent_stores import Stores, sleep
+from .persistent_slices import sleep
+from .persistent_stores import Stores
+from .scatter import PIECE_BYTES, WARP
+from .scatter_pieces import loads, piece, registers, stores, take
 from .signal import ARRIVED, EPOCH, FINGERPRINT
 
 SENT = 13  # named barrier, the senders and the storing warp: this CTA's senders have read the epoch and are done
@@ -62,11 +63,8 @@ class Sends(Stores):
     def send_inputs(self, params: OverlapParams, warp: Int32):
         overlap, release = params.overlap, params.release
         lane = cute.arch.lane_idx()
-        if cute.arch.block_idx()[0] == 0 and warp == self.store_warp + 1 and lane < release.num_ranks:
-            peer = release.peer_blocks[lane]
-            ptx.store_relaxed_sys(peer + 8 * (FINGERPRINT + Int64(release.rank)), overlap.fingerprint)
-            ptx.fence_acq_rel_sys()
-            ptx.store_relaxed_sys(peer + 8 * (ARRIVED + Int64(release.rank)), self.epoch(release))
+        if cute.arch.block_idx()[0] == 0 and warp == self.store_warp + 1:
+            self.open_call(overlap, release, lane)
         counters = overlap.counters.iterator.toint()
         row_bytes = params.num_heads * self.head_bytes
         ticket = self.take(counters, lane)
@@ -83,11 +81,16 @@ class Sends(Stores):
         self.reset(counters, overlap, lane)
 
     @cute.jit
+    def open_call(self, overlap: Overlap, release: Release, lane: Int32):
+        """Publishes `arrived` with the configuration. Twice does no harm: the values are the same."""
+        if lane < release.num_ranks:
+            peer = release.peer_blocks[lane]
+            ptx.store_relaxed_sys(peer + 8 * (FINGERPRINT + Int64(release.rank)), overlap.fingerprint)
+            ptx.fence_acq_rel_sys()
+            ptx.store_relaxed_sys(peer + 8 * (ARRIVED + Int64(release.rank)), self.epoch(release))
+
     def take(self, counters: Int64, lane: Int32) -> Int32:
-        ticket = Int32(0)
-        if lane == 0:
-            ticket = Int32(ptx.add_relaxed_gpu(counters + 8 * int(Counter.TICKET), Int64(1)))
-        return cute.arch.shuffle_sync(ticket, 0)
+        return take(counters + 8 * int(Counter.TICKET), lane)
 
     @cute.jit
     def move(
@@ -106,29 +109,23 @@ class Sends(Stores):
         if tensor == 2:
             at, by_row, by_head = overlap.at_v, overlap.row_v, overlap.head_v
         row = block * self.unit_rows + lane // self.head_pieces
-        piece = Int64(PIECE_BYTES * (lane % self.head_pieces))
-        source = at + (word(step, Step.PEER) * (row_bytes // self.head_bytes) + head) * by_head + piece
-        target = ptx.load_weak(step + 8 * (int(Step.TO) + tensor)) + head * self.head_bytes + piece
-        load = cute.make_copy_atom(
-            cute.nvgpu.CopyG2ROp(),
-            self.dtype,
-            num_bits_per_copy=8 * PIECE_BYTES,
-            l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE,  # read once
-        )
-        store = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), self.dtype, num_bits_per_copy=8 * PIECE_BYTES)
+        shift = Int64(PIECE_BYTES * (lane % self.head_pieces))
+        source = at + (word(step, Step.PEER) * (row_bytes // self.head_bytes) + head) * by_head + shift
+        target = ptx.load_weak(step + 8 * (int(Step.TO) + tensor)) + head * self.head_bytes + shift
+        load, store = loads(self.dtype), stores(self.dtype)
         ticket = Int32(0)
         for batch in cutlass.range_constexpr(BATCHES):
-            pieces = [cute.make_rmem_tensor(PIECE_BYTES // self.itemsize, self.dtype) for _ in range(UNROLL)]
+            pieces = [registers(self.dtype) for _ in range(UNROLL)]
             for i in cutlass.range_constexpr(UNROLL):
                 # past the end the last row is loaded again and not stored: no load is behind a branch
                 here = cutlass.min(row + i * self.warp_rows, rows - 1)
-                cute.copy(load, self.piece(source + here * by_row), pieces[i])
+                cute.copy(load, piece(self.dtype, source + here * by_row), pieces[i])
             if const_expr(batch == BATCHES - 1):
                 ticket = self.take(counters, lane)
             for i in cutlass.range_constexpr(UNROLL):
                 there = row + i * self.warp_rows
                 if there < rows:
-                    cute.copy(store, pieces[i], self.piece(target + Int64(there) * row_bytes))
+                    cute.copy(store, pieces[i], piece(self.dtype, target + Int64(there) * row_bytes))
             row += UNROLL * self.warp_rows
         return ticket
 
@@ -178,10 +175,6 @@ class Sends(Stores):
     @property
     def unit_rows(self) -> int:
         return self.warp_rows * UNROLL * BATCHES
-
-    def piece(self, where: Int64) -> Any:
-        pointer = cute.make_ptr(self.dtype, where, cute.AddressSpace.gmem, assumed_align=PIECE_BYTES)
-        return cute.make_tensor(pointer, cute.make_layout(PIECE_BYTES // self.itemsize))
 
 
 def word(step: Int64, which: Step) -> Int32:

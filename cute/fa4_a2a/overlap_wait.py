@@ -34,6 +34,7 @@ from quack.copy_utils import get_tma_desc_addr
 from . import ptx
 from .overlap import Counter
 from .overlap_schedule import locate
+from .persistent_schedule import scheduler
 from .signal import ARRIVED, EPOCH, FINGERPRINT, MAX_PARTS, PARTS, TOLD, Failure, Word
 from .signal_kernel import LOOKS_A_NOTICE, POLL_NS, Signal, ends, reached
 
@@ -84,7 +85,8 @@ class Waits:
 
     def load(self, *arguments: Any) -> None:
         changed = list(arguments)
-        params = self.scheduler_of(arguments)().params
+        make_scheduler = scheduler(arguments)
+        params = make_scheduler().params
         self.begin_load(params)
         own = params.overlap.q_atom, params.overlap.k_atom, params.overlap.v_atom
         for i, (atom, flag) in enumerate(zip(own, (OWN_Q, OWN_KV, OWN_KV))):
@@ -92,7 +94,7 @@ class Waits:
             trait = Either(there._trait.value, atom, there, self.state, flag)
             changed[6 + i] = cute.CopyAtom(there.op, trait)
         FlashAttentionForwardSm90.load(self, *changed)
-        self.after_load(arguments[3], self.scheduler_of(arguments))
+        self.after_load(arguments[3], make_scheduler)
 
     @cute.jit
     def load_KV(self, tma_load_fn, paged_kv_manager, sX, block, pipeline_kv, producer_state, K_or_V, page_idx=None):
@@ -179,6 +181,9 @@ class Waits:
     def fail(self, code: Int32, chunk: Int32, part: Int32, notice: Int64):
         """The first of this GPU's warps to fail writes the record, tells the peers and traps, which ends the kernel."""
         overlap, release = self.load_params.overlap, self.load_params.release
+        if code == int(Failure.FINGERPRINT):
+            # The trap may end the warp that does so before it has: the peer would wait out its deadline.
+            self.open_call(overlap, release, cute.arch.lane_idx())
         if cute.arch.lane_idx() == 0:
             claim = overlap.counters.iterator.toint() + 8 * int(Counter.FAULT)
             if ptx.add_relaxed_gpu(claim, Int64(1)) != 0:

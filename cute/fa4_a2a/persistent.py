@@ -18,17 +18,24 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import load_or_compile
-from .forward import FORWARD_TILES, Tile
+from .checks import check_dtype
+from .forward import FORWARD_TILES, Tile, pick_tile
 
 if TYPE_CHECKING:
     import torch
 
 ARCHS = ("sm_90a", "sm_100a")  # sm_100a: compiled, not run; persistent_sm100.py
-# Of sm_90a; sm_100a has the tiles of FORWARD_TILES. The default first. Q and O take a row tile each, K and V two stages
-# of a key tile each: 128 x 160 fills 224 of the 227 KiB at D = 128, and 176 keys do not fit.
+SHARED_BYTES = 226 * 1024  # of the 227 KiB of a CTA of sm_90a: the barriers need room too
+
+
+def shared_bytes(head_dim: int, tile: Tile) -> int:
+    """Q and O take a row tile each, K and V two stages of a key tile each: 224 KiB for 128 x 160 at D = 128."""
+    return 2 * head_dim * (2 * tile.rows + 2 * 2 * tile.keys)
+
+
+# Of sm_90a: the stock kernel's that leave room for O, 128 x 176 at D = 128 does not. sm_100a has all of FORWARD_TILES.
 PERSISTENT_TILES: dict[int, tuple[Tile, ...]] = {
-    128: (Tile(128, 160), Tile(128, 144), Tile(128, 128)),
-    64: (Tile(192, 128), Tile(128, 128)),
+    d: tuple(tile for tile in FORWARD_TILES["sm_90a", d] if shared_bytes(d, tile) <= SHARED_BYTES) for d in (128, 64)
 }
 STORES = ("warp", "step", "consumer")
 BARRIERS = ("group", "tile")
@@ -55,7 +62,7 @@ class Build(NamedTuple):
     slice_rows rows of a slice: a multiple of 8 that divides 64. 16 rows are 4 KiB at D = 128.
     registers  (a consumer thread's, a producer thread's) in place of upstream's (240, 24), or (160, 32) for 192 rows.
     stamps     record times, see Stamp. For measurements: it may cost some itself.
-    release    the kernel can publish; the callable is PublishingForward.
+    release    the kernel can publish.
 
     sm_100a leaves pace, slice_rows and release open.
     """
@@ -86,13 +93,23 @@ class Stamp(IntEnum):
     GOT = 8  # it could write to the staging; GOT - WANTED is the stall
 
 
-class Forward:
-    """A loaded kernel: (q, k, v, o, lse, scale, pace_ns, order, num_sms, stamps) on torch's current stream.
+NO_PUBLICATION = (None,) * 7
 
-    Tensors and scale as for forward.load_forward. pace_ns: pause behind each slice, 0 for none; the rate of all CTAs is
-    num_sms * slice_rows * D * itemsize / pace_ns, and a tile's slices must have left within the next tile's time, or
+
+class Forward:
+    """A loaded kernel, launched on torch's current stream.
+
+    Tensors and scale: as for forward.load_forward. pace_ns: pause behind each slice, 0 for none; the rate of all CTAs
+    is num_sms * slice_rows * D * itemsize / pace_ns, and a tile's slices must have left within the next tile's time, or
     the kernel waits for them. num_sms: the grid's size at most; by default what load_persistent was given. stamps:
     int64 CUDA tensor of stamp_words() words in a build with stamps, else None.
+
+    publication: in a build with the release (peer_blocks, counter, rank, num_ranks, flags, deadline_ns, record), by
+    which the kernel publishes `ready` when all its stores are done. peer_blocks, rank, num_ranks, record: as for
+    signal.load_signal. counter: int64 CUDA tensor [1], zeroed once and left at zero by each launch; not shared by
+    launches that may run at the same time. flags: PUBLISH, with WAIT if the kernel is to end only when every peer has
+    published too; 0 where another launch of the same call follows. The epoch is the one in this rank's signal block.
+    deadline_ns counts from the time when the last CTA has finished.
     """
 
     def __init__(self, kernel: Callable[..., None], tile: Tile, num_sms: int, build: Build):
@@ -107,50 +124,17 @@ class Forward:
         lse: torch.Tensor | None,
         scale: float,
         pace_ns: int = 0,
+        publication: tuple[Any, ...] = NO_PUBLICATION,
+        *,
         order: int = Order.OWN_LAST,
         num_sms: int | None = None,
         stamps: torch.Tensor | None = None,
     ) -> None:
         sms = self.num_sms if num_sms is None else num_sms
-        self._kernel(q, k, v, o, lse, scale, pace_ns, int(order), sms, stamps, *(None,) * 7)
+        self._kernel(q, k, v, o, lse, scale, pace_ns, int(order), sms, stamps, *publication)
 
     def stamp_words(self, chunks: int, rows: int, heads: int) -> int:
         return STAMP_WORDS * chunks * heads * -(-rows // self.tile.rows)
-
-
-class PublishingForward(Forward):
-    """A kernel that publishes `ready` when all its stores are done: (q, k, v, o, lse, scale, pace_ns, peer_blocks,
-    rank, num_ranks, flags, deadline_ns, record, counter, order, num_sms, stamps).
-
-    peer_blocks, rank, num_ranks, record: as for signal.load_signal. flags: PUBLISH, with WAIT if the kernel is to end
-    only when every peer has published too; 0 where another launch of the same call follows. The epoch is the one in
-    this rank's signal block. counter: int64 CUDA tensor [1], zeroed once and left at zero by each launch; not shared by
-    launches that may run at the same time. deadline_ns counts from the time when the last CTA has finished.
-    """
-
-    def __call__(  # type: ignore[override]
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor | None,
-        scale: float,
-        pace_ns: int,
-        peer_blocks: torch.Tensor,
-        rank: int,
-        num_ranks: int,
-        flags: int,
-        deadline_ns: int,
-        record: int,
-        counter: torch.Tensor,
-        order: int = Order.OWN_LAST,
-        num_sms: int | None = None,
-        stamps: torch.Tensor | None = None,
-    ) -> None:
-        sms = self.num_sms if num_sms is None else num_sms
-        publication = (peer_blocks, counter, rank, num_ranks, int(flags), deadline_ns, record)
-        self._kernel(q, k, v, o, lse, scale, pace_ns, int(order), sms, stamps, *publication)
 
 
 def persistent_tile(head_dim: int, arch: str, tile: tuple[int, int] | None = None) -> Tile:
@@ -159,12 +143,7 @@ def persistent_tile(head_dim: int, arch: str, tile: tuple[int, int] | None = Non
     if tiles is None or arch not in ARCHS:
         there = f"{' and '.join(ARCHS)} have {[*PERSISTENT_TILES]}"
         raise ValueError(f"no persistent kernel for {arch} with head_dim {head_dim}; {there}")
-    if tile is None:
-        return tiles[0]
-    if Tile(*tile) not in tiles:
-        there = ", ".join(f"{t.rows}x{t.keys}" for t in tiles)
-        raise ValueError(f"no persistent {tile[0]}x{tile[1]} tile with head_dim {head_dim}; there are {there}")
-    return Tile(*tile)
+    return pick_tile(tiles, tile, f"persistent kernel for {arch} with head_dim {head_dim}")
 
 
 def load_persistent(
@@ -176,11 +155,10 @@ def load_persistent(
     with_lse: bool = False,
     heads_per_kv: int = 1,
     build: Build = DEFAULT_BUILD,
-) -> Any:
-    """A Forward, or a PublishingForward where the build has the release. num_sms is no part of the compiled kernel."""
+) -> Forward:
+    """num_sms is no part of the compiled kernel."""
     chosen = persistent_tile(head_dim, arch, tile)
-    if dtype not in ("bfloat16", "float16"):
-        raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
+    check_dtype(dtype)
     _check(build, arch)
     key: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "tile": list(chosen)}
     key |= {"with_lse": with_lse, "heads_per_kv": heads_per_kv, "build": list(build)}
@@ -191,7 +169,7 @@ def load_persistent(
         return compile_persistent(head_dim, dtype, arch, chosen, with_lse, heads_per_kv, build)
 
     kernel = load_or_compile(f"persistent-{arch}-d{head_dim}-{dtype}", key, make)
-    return (PublishingForward if build.release else Forward)(kernel, chosen, num_sms, build)
+    return Forward(kernel, chosen, num_sms, build)
 
 
 def _check(build: Build, arch: str) -> None:

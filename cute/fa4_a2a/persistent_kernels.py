@@ -21,52 +21,25 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Int32, Int64, const_expr
 from flash_attn.cute import utils
-from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.tile_scheduler import SingleTileScheduler
-from flash_attn.cute.utils import AuxData
 from quack import layout_utils
 
 from .forward import Tile
+from .forward_kernels import attention_arguments, sm90_options, sm100_options
 from .persistent import Build, Stamp
-from .persistent_schedule import Launch, Params, Release, TileOrder, scheduler
-from .persistent_sm100 import make_sm100
+from .persistent_entry import Entry, publication_arguments
+from .persistent_schedule import Launch, Params, TileOrder, scheduler
+from .persistent_sm100 import PersistentForwardSm100
 from .persistent_steps import Steps
 from .persistent_stores import EMPTY, FULL
-from .toolchain import DTYPES, bshd, compile_for, vector
+from .toolchain import compile_for, vector
 
 
-class PersistentForward(Steps, FlashAttentionForwardSm90):
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse,
-        scale: Float32,
-        pace_ns: Int32,
-        order: Int32,
-        num_sms: Int32,
-        stamps,
-        peer_blocks,
-        counter,
-        rank,
-        num_ranks,
-        flags,
-        deadline_ns,
-        record,
-        stream,
-    ):
-        release = None
-        if const_expr(self.build.release):
-            release = Release(peer_blocks, counter, rank, num_ranks, flags, deadline_ns, record)
-        self.extras = (o, pace_ns, order, num_sms, stamps, release)  # for kernel(), which upstream calls with its own
-        FlashAttentionForwardSm90.__call__(self, q, k, v, o, lse, scale, *(None,) * 9, AuxData(), None, None, stream)
+class PersistentForward(Entry, Steps, FlashAttentionForwardSm90):
+    upstream, target = FlashAttentionForwardSm90, "sm_90a"
 
     def _setup_attributes(self) -> None:
         super()._setup_attributes()
@@ -84,13 +57,11 @@ class PersistentForward(Steps, FlashAttentionForwardSm90):
         return storage
 
     def kernel(self, *arguments: Any) -> Launch:
-        o, pace_ns, order, num_sms, stamps, release = self.extras
         changed = list(arguments)
         at = next(i for i, a in enumerate(changed) if a is SingleTileScheduler)
-        slices = self.make_slices(layout_utils.select(assume_tensor_aligned(o), [1, 3, 2, 0]))
-        params = Params.create(changed[at - 1], order, pace_ns, Int32(o.shape[1]), slices, stamps, release)
+        params = Params.create(changed[at - 1], *self.rest_of_params)
         changed[at - 1], changed[at] = self.schedule(params)
-        return Launch(super().kernel(*changed), (cutlass.min(num_sms, params.tiles), Int32(1), Int32(1)))
+        return Launch(super().kernel(*changed), (cutlass.min(self.grid_sms, params.tiles), Int32(1), Int32(1)))
 
     def schedule(self, params: Params) -> tuple[Params, type[TileOrder]]:
         """What rides in the scheduler's params, and the scheduler."""
@@ -161,39 +132,11 @@ class PersistentForward(Steps, FlashAttentionForwardSm90):
 def compile_persistent(
     head_dim: int, dtype: str, arch: str, tile: Tile, with_lse: bool, heads_per_kv: int, build: Build
 ) -> Any:
-    chunks, rows, keys, heads = (cute.sym_int32() for _ in range(4))  # shared: the launch compares equal extents
-    heads_kv = heads if heads_per_kv == 1 else cute.sym_int32()
-    element = DTYPES[dtype]
-    q, o = (bshd(element, chunks, rows, heads, head_dim) for _ in range(2))
-    k, v = (bshd(element, chunks, keys, heads_kv, head_dim) for _ in range(2))
-    lse = None
-    if with_lse:
-        strides = (cute.sym_int64(), cute.sym_int64(), 1)
-        lse = make_fake_tensor(Float32, (chunks, heads, rows), strides, assumed_align=4)
-    i32, i64 = Int32(0), Int64(0)
-    stamps = vector(Int64) if build.stamps else None
-    release = (vector(Int64), vector(Int64), i32, i32, i32, i64, i64) if build.release else (None,) * 7
-
     def make() -> Any:
         if arch == "sm_100a":
-            return make_sm100(head_dim, tile, heads_per_kv, build)
-        kernel = PersistentForward(
-            element,
-            head_dim,
-            head_dim,
-            heads_per_kv,
-            is_causal=False,
-            is_local=False,
-            pack_gqa=False,
-            tile_m=tile.rows,
-            tile_n=tile.keys,
-            num_stages=2,
-            num_threads=(tile.rows // 64 + 1) * 128,
-            Q_in_regs=False,
-            intra_wg_overlap=True,
-            mma_pv_is_rs=True,
-        )
-        kernel.build = build
-        return kernel
+            return PersistentForwardSm100(build, **sm100_options(head_dim, tile, heads_per_kv))
+        return PersistentForward(build, **sm90_options(dtype, head_dim, tile, heads_per_kv))
 
-    return compile_for(arch, make, q, k, v, o, lse, Float32(1.0), i32, i32, i32, stamps, *release)
+    attention, i32 = attention_arguments(dtype, head_dim, with_lse, heads_per_kv), Int32(0)
+    stamps = vector(Int64) if build.stamps else None
+    return compile_for(arch, make, *attention, i32, i32, i32, stamps, *publication_arguments(build))

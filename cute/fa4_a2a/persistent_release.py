@@ -29,7 +29,7 @@ from cutlass import Int32, Int64
 from . import ptx
 from .persistent_schedule import Release
 from .signal import Word
-from .signal_kernel import Signal
+from .signal_kernel import Signal, arrive
 
 
 @cute.jit
@@ -39,15 +39,9 @@ def publish(release: Release):
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
-        counter = release.counter.iterator.toint()
-        arrived = Int32(0)
-        if lane == 0:
-            arrived = Int32(ptx.add_acq_rel_gpu(counter, Int64(1))) + 1
-        arrived = cute.arch.shuffle_sync(arrived, 0)
-        cute.arch.sync_warp()  # the other lanes come after lane 0's acquire too
-        if arrived == cute.arch.grid_dim()[0]:
+        if arrive(release.counter, 0, lane) == cute.arch.grid_dim()[0]:
             if lane == 0:
-                ptx.store_relaxed_sys(counter, Int64(0))
+                ptx.store_relaxed_sys(release.counter.iterator.toint(), Int64(0))
             Signal().steps(
                 release.peer_blocks,
                 lane,

@@ -24,20 +24,17 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
-from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
-from flash_attn.cute.utils import AuxData
-from quack import copy_utils, layout_utils
 
 from . import ptx
-from .forward import Tile
-from .forward_kernels import ABSENT, sm100_options
 from .persistent import Build
+from .persistent_entry import Entry
 from .persistent_release import publish
-from .persistent_schedule import Params, Release, TileOrder
-from .persistent_stores import COLUMNS, WARP, Stores
+from .persistent_schedule import Params, TileOrder
+from .persistent_slices import COLUMNS
+from .persistent_stores import WARP
 
 STORED = 11  # named barrier: see above
 
@@ -62,59 +59,29 @@ class Extents(NamedTuple):
 
 class Schedule:
     """In the place of a scheduler class, for what upstream asks of it: params and grid of the launch, and in the kernel
-    a scheduler. `rest`: what Params.create takes behind the extents."""
+    a scheduler."""
 
-    def __init__(self, ctas: int, num_sms: Int32, rest: tuple[Any, ...]):
-        self._ctas, self._num_sms, self._rest = ctas, num_sms, rest
+    def __init__(self, kernel: PersistentForwardSm100):
+        self._kernel, self._ctas = kernel, kernel.cta_group_size
 
     def to_underlying_arguments(self, arguments: Any, *, scheduling_mode: Any) -> Params:
         blocks = cute.ceil_div(arguments.num_block, self._ctas)
-        return Params.create(Extents(blocks, arguments.num_head, arguments.num_batch), *self._rest)
+        return Params.create(Extents(blocks, arguments.num_head, arguments.num_batch), *self._kernel.rest_of_params)
 
     def get_grid_shape(self, params: Params) -> tuple[Any, Any, Any]:
-        clusters = cutlass.min(cutlass.max(self._num_sms // self._ctas, 1), params.tiles)
+        clusters = cutlass.min(cutlass.max(self._kernel.grid_sms // self._ctas, 1), params.tiles)
         return clusters * self._ctas, Int32(1), Int32(1)
 
     def create(self, params: Params) -> TileOrder:
         return (TileOrder if self._ctas == 1 else PairOrder).create(params)
 
 
-class PersistentForwardSm100(FlashAttentionForwardSm100):
-    build: Build
-    slice_layout, make_slices, pause = Stores.slice_layout, Stores.make_slices, Stores.pause
+class PersistentForwardSm100(Entry, FlashAttentionForwardSm100):
+    upstream, target = FlashAttentionForwardSm100, "sm_100a"
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse,
-        scale: Float32,
-        pace_ns: Int32,
-        order: Int32,
-        num_sms: Int32,
-        stamps,
-        peer_blocks,
-        counter,
-        rank,
-        num_ranks,
-        flags,
-        deadline_ns,
-        record,
-        stream,
-    ):
-        release = None
-        if const_expr(self.build.release):
-            release = Release(peer_blocks, counter, rank, num_ranks, flags, deadline_ns, record)
-        self.dtype = o.element_type
-        slices = self.make_slices(layout_utils.select(assume_tensor_aligned(o), [1, 3, 2, 0]))
-        rest = (order, pace_ns, Int32(o.shape[1]), slices, stamps, release)
-        self.TileScheduler = Schedule(self.cta_group_size, num_sms, rest)
-        before, after = ABSENT["sm_100a"]
-        absent = (*(None,) * before, AuxData(), *(None,) * after)
-        FlashAttentionForwardSm100.__call__(self, q, k, v, o, lse, scale, *absent, stream)
+    def __init__(self, build: Build, **options: Any):
+        super().__init__(build, **options)
+        self.TileScheduler = Schedule(self)
 
     def correction_loop(self, *arguments: Any, **options: Any) -> None:
         FlashAttentionForwardSm100.correction_loop(self, *arguments, **options)
@@ -142,14 +109,10 @@ class PersistentForwardSm100(FlashAttentionForwardSm100):
     def send(self, params: Params, sO: cute.Tensor, target: cute.Tensor, first: Int32, buffer: Int32, number: Int32):
         """Bulk stores of one slice, as one group. target: O of the tile's head and chunk. In a buffer, as in
         slice_layout, a row of a column block is 128 bytes and 8 rows are a swizzle atom; a slice begins on one."""
-        tile = (self.build.slice_rows, COLUMNS)
         for column in cutlass.range_constexpr(self.head_dim_v_padded // COLUMNS):
-            here = cute.local_tile(sO[None, None, buffer], tile, (number, column))
-            there = cute.local_tile(target, tile, (first + number, column))
-            copy, _, _ = copy_utils.tma_get_copy_fn(
-                params.o_atom, 0, cute.make_layout(1), here, there, single_stage=True
-            )
-            copy()
+            here = cute.local_tile(sO[None, None, buffer], self.slice_shape, (number, column))
+            there = cute.local_tile(target, self.slice_shape, (first + number, column))
+            self.store_slice(params, here, there)
         cute.arch.cp_async_bulk_commit_group()
 
     # -- the epilogue warp ---------------------------------------------------------------------------------------------
@@ -204,9 +167,3 @@ class PersistentForwardSm100(FlashAttentionForwardSm100):
         if const_expr(self.build.release):
             cute.arch.barrier(barrier_id=STORED, number_of_threads=self.stored_threads)
             publish(params.release)
-
-
-def make_sm100(head_dim: int, tile: Tile, heads_per_kv: int, build: Build) -> PersistentForwardSm100:
-    kernel = PersistentForwardSm100(**sm100_options(head_dim, tile, heads_per_kv))
-    kernel.build = build
-    return kernel

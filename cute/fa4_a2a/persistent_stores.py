@@ -1,4 +1,4 @@
-"""How staged tiles leave: slices, who sends them and when. Mixed into PersistentForward (persistent_kernels.py)."""
+"""How staged tiles leave: who sends their slices, and when. Mixed into PersistentForward (persistent_kernels.py)."""
 
 from __future__ import annotations
 
@@ -7,43 +7,21 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import dsl_user_op
-from cutlass.tensor_utils import LayoutEnum
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
-from quack import copy_utils, sm90_utils
 
 from . import ptx
-from .persistent import STAMP_WORDS, Build, Stamp
+from .persistent import STAMP_WORDS, Stamp
 from .persistent_release import publish
 from .persistent_schedule import Params, scheduler
+from .persistent_slices import COLUMNS, Slices
 
 FULL, EMPTY = 7, 10  # named barriers; the table stands in persistent_kernels.py
 WARP, GROUP = 32, 128  # threads
 GROUP_ROWS = 64  # rows of a tile that one consumer warpgroup computes
-COLUMNS = 64  # of a slice: 128 bytes, the swizzle's width
-POLL_NS = 200  # between two looks at the clock
 
 
-@dsl_user_op
-def sleep(ns: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """nanosleep for a time known at run time only. Lasts anything from 0 to twice as long."""
-    llvm.inline_asm(
-        None,
-        [Int32(ns).ir_value(loc=loc, ip=ip)],
-        "nanosleep.u32 $0;",
-        "r,~{memory}",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-
-
-class Stores:
-    build: Build
+class Stores(Slices):
     load_warp, store_warp = 0, 1  # of the producer warpgroup; warps 2 and 3 idle
     consumer_store_warp = 4
 
@@ -81,17 +59,6 @@ class Stores:
     def num_slices(self) -> int:
         return self.tile_m // self.build.slice_rows
 
-    def slice_layout(self) -> Any:
-        shape = (self.build.slice_rows, COLUMNS)
-        return sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, shape, None)
-
-    def make_slices(self, o: cute.Tensor) -> tuple[cute.Tensor, cute.CopyAtom]:
-        """O (rows, D, heads, chunks) for bulk stores of a slice; rows past a chunk's end are clipped."""
-        atom, tensor = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), o, self.slice_layout(), (self.build.slice_rows, COLUMNS)
-        )
-        return tensor, atom
-
     def slices_of(self, sQ: cute.Tensor) -> cute.Tensor:
         """The staging as (rows of a slice, columns of a slice, slice, column block). O is staged as column blocks of
         tile_m rows, each row 128 bytes, so a slice is contiguous and begins on a swizzle atom (8 rows)."""
@@ -109,12 +76,8 @@ class Stores:
         target = params.o_slices[None, None, head, chunk]
         for column in cutlass.range_constexpr(self.tile_hdimv // COLUMNS):
             at = (m_block * self.num_slices + number, column)
-            there = cute.local_tile(target, (self.build.slice_rows, COLUMNS), at)
-            here = staged[None, None, number, column]
-            copy, _, _ = copy_utils.tma_get_copy_fn(
-                params.o_atom, 0, cute.make_layout(1), here, there, single_stage=True
-            )
-            copy()
+            there = cute.local_tile(target, self.slice_shape, at)
+            self.store_slice(params, staged[None, None, number, column], there)
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -191,15 +154,6 @@ class Stores:
         """The end of the storing warp's work."""
         if const_expr(self.build.release):
             publish(params.release)
-
-    @cute.jit
-    def pause(self, begin: Int64, number: Int32, pace_ns: Int32):
-        if const_expr(self.build.pace == "sleep"):
-            sleep(pace_ns)
-        else:
-            until = begin + Int64(number + 1) * pace_ns
-            while ptx.globaltimer() < until:
-                sleep(Int32(POLL_NS))
 
     # -- times ---------------------------------------------------------------------------------------------------------
 

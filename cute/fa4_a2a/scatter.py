@@ -17,13 +17,13 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import load_or_compile
+from .checks import DTYPES, check_dtype, check_head_dim
 from .signal import Flags
 
 if TYPE_CHECKING:
     import torch
 
 PATHS = ("st", "bulk")
-DTYPES = ("bfloat16", "float16")
 PIECE_BYTES = 16
 WARP = 32
 MAX_RINGS_BYTES = 216 * 1024  # of the 227 KiB of shared memory that a CTA may have: the barriers need room too
@@ -74,12 +74,10 @@ def load_scatter(
     threads: of a CTA. unroll (st): 16-byte loads that each thread has in flight. stages, stage_bytes (bulk): each
     warp's ring in shared memory.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
+    check_dtype(dtype)
+    check_head_dim(head_dim)
     if path not in PATHS:
         raise ValueError(f"path is one of {', '.join(PATHS)}, not {path!r}")
-    if head_dim < 8 or head_dim % 8:
-        raise ValueError(f"head_dim is a multiple of 8, not {head_dim}")
     if threads % WARP or not WARP <= threads <= 1024:
         raise ValueError(f"threads is a multiple of {WARP} up to 1024, not {threads}")
     key: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "path": path, "threads": threads}

@@ -34,8 +34,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from . import ptx
 from .scatter import PIECE_BYTES, WARP, Counter, NormRope
 from .scatter_norm import Transform
+from .scatter_pieces import loads, piece, registers, stores, take
 from .signal import Word
-from .signal_kernel import Signal
+from .signal_kernel import Signal, arrive
 
 TENSORS = 3  # q, k, v
 
@@ -115,11 +116,7 @@ class Scatter(Signal):
         # All stores of this CTA are issued, bulk ones complete: step 1 above.
         cute.arch.sync_threads()
         if warp == 0:
-            arrived = Int32(0)
-            if lane == 0:
-                arrived = Int32(ptx.add_acq_rel_gpu(address(counters, Counter.ARRIVALS), Int64(1))) + 1
-            arrived = cute.arch.shuffle_sync(arrived, 0)
-            cute.arch.sync_warp()  # the other lanes come after lane 0's acquire too
+            arrived = arrive(counters, int(Counter.ARRIVALS), lane)
             if arrived == num_ctas:
                 if lane == 0:  # for the next launch; every other CTA has done with the counters
                     ptx.store_relaxed_sys(address(counters, Counter.TICKET), Int64(0))
@@ -131,13 +128,8 @@ class Scatter(Signal):
         """Tiles of all tensors, peers and batch entries."""
         return TENSORS * sources[0].shape[0] * route[1] * route[3]
 
-    @cute.jit
     def take(self, counters: cute.Tensor, lane: Int32) -> Int32:
-        """The next ticket, in all lanes. Asked for when loads are under way, which come back no sooner."""
-        ticket = Int32(0)
-        if lane == 0:
-            ticket = Int32(ptx.add_relaxed_gpu(address(counters, Counter.TICKET), Int64(1)))
-        return cute.arch.shuffle_sync(ticket, 0)
+        return take(address(counters, Counter.TICKET), lane)
 
     @cute.jit
     def locate(self, tile: Int32, batches: Int32, route):
@@ -157,19 +149,25 @@ class Scatter(Signal):
         return peer, part % TENSORS, part // TENSORS, (number % tiles) * self.tile_units
 
     @cute.jit
-    def ends(self, sources, destinations: cute.Tensor, peer: Int32, which: Int32, batch: Int32, route):
-        """Address of the peer's first head in this batch entry of the source, its strides over rows and heads in
-        bytes, and the address of this rank's first row in the peer's buffer."""
-        units, _, _, num_ranks, _, _ = route
+    def entry(self, sources, which: Int32, batch: Int32):
+        """Address of a batch entry of a tensor, and its strides over rows and heads in bytes."""
         q, k, v = sources
         base, strides = q.iterator.toint(), (q.stride[0], q.stride[1], q.stride[2])
-        local_heads = q.shape[2] // num_ranks
         if which == 1:
             base, strides = k.iterator.toint(), (k.stride[0], k.stride[1], k.stride[2])
         if which == 2:
             base, strides = v.iterator.toint(), (v.stride[0], v.stride[1], v.stride[2])
         to_batch, to_row, to_head = (self.itemsize * Int64(stride) for stride in strides)
-        source = base + batch * to_batch + peer * local_heads * to_head
+        return base + batch * to_batch, to_row, to_head
+
+    @cute.jit
+    def ends(self, sources, destinations: cute.Tensor, peer: Int32, which: Int32, batch: Int32, route):
+        """Address of the peer's first head in this batch entry of the source, its strides over rows and heads in
+        bytes, and the address of this rank's first row in the peer's buffer."""
+        units, _, _, num_ranks, _, _ = route
+        local_heads = sources[0].shape[2] // num_ranks
+        entry, to_row, to_head = self.entry(sources, which, batch)
+        source = entry + peer * local_heads * to_head
         whole = Int64(units) * self.unit_bytes * num_ranks  # bytes of a batch entry in the peer's buffer
         return source, to_row, to_head, destinations[which * num_ranks + peer] + batch * whole
 
@@ -198,27 +196,21 @@ class StoreScatter(Scatter):
         units = route[0]
         peer, which, batch, first = self.locate(tile, sources[0].shape[0], route)
         source, to_row, to_head, destination = self.ends(sources, destinations, peer, which, batch, route)
-        load = cute.make_copy_atom(
-            cute.nvgpu.CopyG2ROp(),
-            self.dtype,
-            num_bits_per_copy=8 * PIECE_BYTES,
-            l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE,  # read once
-        )
-        store = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), self.dtype, num_bits_per_copy=8 * PIECE_BYTES)
+        load, store = loads(self.dtype), stores(self.dtype)
         at, rows, pieces = [], [], []
         for i in cutlass.range_constexpr(self.unroll):
             at.append(first + i * WARP + lane)
             # past the end the last piece is loaded again and not stored: no load is behind a branch
             row, offset = self.inside(cutlass.min(at[i], units - 1), to_row, to_head, route)
             rows.append(row)
-            pieces.append(cute.make_rmem_tensor(PIECE_BYTES // self.itemsize, self.dtype))
-            cute.copy(load, self.piece(source + offset), pieces[i])
+            pieces.append(registers(self.dtype))
+            cute.copy(load, piece(self.dtype, source + offset), pieces[i])
         ticket = self.take(counters, lane)
         if const_expr(self.transform is not None):
             self.transform.apply(pieces, rows, which, extras, lane)
         for i in cutlass.range_constexpr(self.unroll):
             if at[i] < units:
-                cute.copy(store, pieces[i], self.piece(destination + PIECE_BYTES * Int64(at[i])))
+                cute.copy(store, pieces[i], piece(self.dtype, destination + PIECE_BYTES * Int64(at[i])))
         return ticket
 
     def inside(self, unit: Int32, to_row: Int64, to_head: Int64, route: Any) -> tuple[Int32, Int64]:
@@ -226,10 +218,6 @@ class StoreScatter(Scatter):
         local_heads = route[-1][0]
         row, head = divmod(unit // self.units_per_head, local_heads)
         return row, row * to_row + head * to_head + PIECE_BYTES * (unit % self.units_per_head)
-
-    def piece(self, where: Int64) -> Any:
-        pointer = cute.make_ptr(self.dtype, where, cute.AddressSpace.gmem, assumed_align=PIECE_BYTES)
-        return cute.make_tensor(pointer, cute.make_layout(PIECE_BYTES // self.itemsize))
 
 
 def address(counters: cute.Tensor, which: Counter) -> Int64:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache import load_or_compile
-from .scatter import DTYPES, PIECE_BYTES, Counter, ScatterPlan
+from .checks import check_dtype, check_head_dim
+from .scatter import PIECE_BYTES, Counter, ScatterPlan
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +35,8 @@ class Slice(NamedTuple):
 def load_unequal(head_dim: int, dtype: str, arch: str) -> Callable[..., None]:
     """As scatter.load_scatter; destinations: int64 CUDA tensor [4, 3, P], the fields of Slice for each tensor and rank.
     No peer's slice of any tensor has more than H // P + 1 heads."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is bfloat16 or float16, not {dtype!r}")
-    if head_dim < 8 or head_dim % 8:
-        raise ValueError(f"head_dim is a multiple of 8, not {head_dim}")
+    check_dtype(dtype)
+    check_head_dim(head_dim)
     key: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "dtype": dtype, "path": "unequal"}
     key |= {"threads": THREADS, "unroll": UNROLL}
 

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from .scatter import PIECE_BYTES, WARP
 from .scatter_kernel import TENSORS, StoreScatter
+from .scatter_pieces import loads, piece, registers, stores
 from .scatter_unequal import Slice
 from .toolchain import DTYPES, bshd, compile_for, vector
 
@@ -45,35 +46,23 @@ class UnequalScatter(StoreScatter):
         destinations: cute.Tensor, route, lane: Int32,
     ):  # fmt: skip
         source, to_row, to_head, target = self.places(sources, destinations, entry, which, batch, route)
-        load = cute.make_copy_atom(
-            cute.nvgpu.CopyG2ROp(),
-            self.dtype,
-            num_bits_per_copy=8 * PIECE_BYTES,
-            l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE,  # read once
-        )
-        store = cute.make_copy_atom(cute.nvgpu.CopyR2GOp(), self.dtype, num_bits_per_copy=8 * PIECE_BYTES)
+        load, store = loads(self.dtype), stores(self.dtype)
         at, pieces = [], []
         for i in cutlass.range_constexpr(self.unroll):
             at.append(first + i * WARP + lane)
-            pieces.append(cute.make_rmem_tensor(PIECE_BYTES // self.itemsize, self.dtype))
+            pieces.append(registers(self.dtype))
             offset = self.offset(cutlass.min(at[i], units - 1), heads, to_row, to_head)
-            cute.copy(load, self.piece(source + offset), pieces[i])
+            cute.copy(load, piece(self.dtype, source + offset), pieces[i])
         for i in cutlass.range_constexpr(self.unroll):
             if at[i] < units:
-                cute.copy(store, pieces[i], self.piece(target + PIECE_BYTES * Int64(at[i])))
+                cute.copy(store, pieces[i], piece(self.dtype, target + PIECE_BYTES * Int64(at[i])))
 
     @cute.jit
     def places(self, sources, destinations: cute.Tensor, entry: Int32, which: Int32, batch: Int32, route):
         """As Scatter.ends: address of the slice in this batch entry of the source, its strides over rows and heads in
         bytes, and where it goes."""
-        q, k, v = sources
-        base, strides = q.iterator.toint(), (q.stride[0], q.stride[1], q.stride[2])
-        if which == 1:
-            base, strides = k.iterator.toint(), (k.stride[0], k.stride[1], k.stride[2])
-        if which == 2:
-            base, strides = v.iterator.toint(), (v.stride[0], v.stride[1], v.stride[2])
-        to_batch, to_row, to_head = (self.itemsize * Int64(stride) for stride in strides)
-        source = base + batch * to_batch + self.field(destinations, FIRST_HEAD, entry, route) * to_head
+        source, to_row, to_head = self.entry(sources, which, batch)
+        source += self.field(destinations, FIRST_HEAD, entry, route) * to_head
         target = self.field(destinations, ADDRESS, entry, route)
         target += batch * self.field(destinations, BATCH_BYTES, entry, route)
         return source, to_row, to_head, target

@@ -29,6 +29,18 @@ def ends(notice: Int64, step: Int64) -> Boolean:
     return (step << STEP_SHIFT) - ((notice >> STEP_SHIFT) << STEP_SHIFT) >= 0
 
 
+@cute.jit
+def arrive(counters: cute.Tensor, which: int, lane: Int32) -> Int32:
+    """Counts this warp in; returns how many have arrived with it. By acq_rel at GPU scope: all that came before those
+    arrivals happens before what follows here, in all lanes."""
+    arrived = Int32(0)
+    if lane == 0:
+        arrived = Int32(ptx.add_acq_rel_gpu(counters.iterator.toint() + 8 * which, Int64(1))) + 1
+    arrived = cute.arch.shuffle_sync(arrived, 0)
+    cute.arch.sync_warp()  # the other lanes come after lane 0's acquire too
+    return arrived
+
+
 class Signal:
     """One warp; lane p deals with peer p. Lanes past num_ranks take part in votes only."""
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import ConfigurationError
+
+Value = TypeVar("Value", int, str)
 
 
 def writable(path: Path | None, option: str) -> None:
@@ -42,8 +45,8 @@ def readable(path: Path, what: str) -> None:
         raise ConfigurationError(f"no such {what}: {path}")
 
 
-def unique(numbers: list[int]) -> list[int]:
-    return list(dict.fromkeys(numbers))
+def unique(values: list[Value]) -> list[Value]:
+    return list(dict.fromkeys(values))
 
 
 def counts(text: str) -> list[int]:

@@ -7,6 +7,7 @@ Methods:
 Modes: eager; graph, one CUDA graph of the whole forward. median_ms: median over rounds of the slowest rank, the methods
 interleaved. max_difference: of the final output to the single GPU's, eager, kernel of another rounding included;
 wrong_difference: the same of a model whose heads stand in each other's place, of which a quarter is too much.
+A check takes no times, so ranks may share a GPU for it; its lines are of kind dit_check, for fa_a2a alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ METHODS = ("single", "diffusers_ulysses", "fa_a2a")
 MODES = ("eager", "graph")
 
 
-def body(device: torch.device, cases: list[Case], modes: tuple[str, ...], out: Path) -> None:
+def body(device: torch.device, cases: list[Case], modes: tuple[str, ...], timed: bool, out: Path) -> None:
     """What each rank runs. Rank 0 prints a row and appends a line for each method and mode."""
     from diffusers.utils import logging
 
@@ -46,7 +47,9 @@ def body(device: torch.device, cases: list[Case], modes: tuple[str, ...], out: P
         print(f"\n{group.size} ranks on {record.device_name(device)}\n{table.dit_header()}", flush=True)
     for case in cases:
         with torch.inference_mode():
-            lines = _measure(Bench(case, group, device), modes)
+            bench = Bench(case, group, device)
+            lines = _measure(bench, modes) if timed else _check(bench, modes)
+            del bench
         integration.disable()
         lifecycle.close()
         gc.collect()  # the twins are cycles of modules and hooks, and the next model needs their memory
@@ -60,18 +63,12 @@ def body(device: torch.device, cases: list[Case], modes: tuple[str, ...], out: P
 
 def _measure(bench: Bench, modes: tuple[str, ...]) -> list[dict[str, Any]]:
     """Lines of one case. Correctness first: a wrong output ends the run."""
-    case, group, device = bench.case, bench.group, bench.device
+    group, case, device = bench.group, bench.case, bench.device
     ways = {"single": bench.single(), "diffusers_ulysses": bench.diffusers(), "fa_a2a": bench.ours()}
     differences = {name: bench.check(name, way.call()) for name, way in ways.items()}
     peaks = {name: _peak_bytes(way, bench) for name, way in ways.items()}
     held = lifecycle.memory_bytes().get(group.name, 0)
-    common = record.environment("dit", device, group.size)
-    common |= {
-        **{"model": case.model, "resolution": f"{case.width}x{case.height}", "frames": case.frames, "batch": 1},
-        **{"text_tokens": case.text, "seq_len": case.image_tokens + case.joint_text, "parameters": bench.parameters},
-        **{"num_heads": config(case)["num_attention_heads"], "head_dim": config(case)["attention_head_dim"]},
-        "dtype": str(bench.dtype).removeprefix("torch."),
-    }
+    common = record.environment("dit", device, group.size) | _shape(bench)
     lines = []
     for mode in modes:
         calls, notes = _calls(ways, mode, bench)
@@ -100,6 +97,37 @@ def _measure(bench: Bench, modes: tuple[str, ...]) -> list[dict[str, Any]]:
                 }
             )
     return lines
+
+
+def _shape(bench: Bench) -> dict[str, Any]:
+    case = bench.case
+    return {
+        **{"model": case.model, "resolution": f"{case.width}x{case.height}", "frames": case.frames, "batch": 1},
+        **{"text_tokens": case.text, "seq_len": case.image_tokens + case.joint_text, "parameters": bench.parameters},
+        **{"num_heads": config(case)["num_attention_heads"], "head_dim": config(case)["attention_head_dim"]},
+        "dtype": str(bench.dtype).removeprefix("torch."),
+    }
+
+
+def _check(bench: Bench, modes: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Lines of one case: differences, eager and of a graph's replay, and memory."""
+    way = bench.ours()
+    found = {"eager": bench.check("fa_a2a", way.call())}
+    peak = _peak_bytes(way, bench)
+    if "graph" in modes:
+        graph = GraphedForward(way.model, **bench.inputs)
+        graph.replay()
+        found["graph"] = bench.check("fa_a2a in a CUDA graph", graph.output[0])
+    common = record.environment("dit_check", bench.device, bench.group.size) | _shape(bench)
+    return [
+        {
+            **common,
+            **{"method": "fa_a2a", "mode": mode, "attention": way.attention, "max_difference": found[mode]},
+            **{"wrong_difference": bench.wrong_difference, "max_output": bench.want.float().abs().max().item()},
+            **{"workspace_bytes": lifecycle.memory_bytes().get(bench.group.name, 0), "peak_bytes": peak, "note": ""},
+        }
+        for mode in modes
+    ]
 
 
 def _calls(ways: dict[str, Way], mode: str, bench: Bench) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:

@@ -23,15 +23,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         "cases",
         nargs="*",
         metavar="MODEL:WIDTHxHEIGHT[xFRAMES]",
-        help=f"flux, wan or qwen, at a size in pixels; {' '.join(DEFAULT)}",
+        help=f"flux, wan or qwen, at a size in pixels; by default {' '.join(DEFAULT)}, on CPUs small ones",
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), help="cuda where there is a GPU; cpu: narrow models, a check"
     )
-    parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument(
+        "--ranks", type=checks.counts, help="2,4,8 by default as far as there are GPUs, on CPUs 2,4; or torchrun's"
+    )
     parser.add_argument("--text", type=int, help="text tokens; 512, on CPUs 32")
-    parser.add_argument("--modes", default="eager,graph", help="eager, graph or both; on CPUs eager")
+    parser.add_argument("--modes", help="eager, graph or both as eager,graph, the default; on CPUs eager")
     parser.add_argument("--rounds", type=int, help="timed rounds; 5, on CPUs 1")
+    parser.add_argument(
+        "--check", action="store_true", help="fa_a2a's outputs against one GPU's, no times: ranks may share a GPU"
+    )
     parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/dit.jsonl"), help="JSON lines go here")
 
 
@@ -45,12 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
-    counts = main.rank_counts(arguments.ranks, kind)
-    modes = tuple(arguments.modes.split(","))
+    timed = not arguments.check
+    counts = main.rank_counts(arguments.ranks, kind, timed=timed)
+    modes = tuple(checks.unique((arguments.modes or ("eager" if kind == "cpu" else "eager,graph")).split(",")))
     if unknown := [mode for mode in modes if mode not in dit.MODES]:
         raise ConfigurationError(f"--modes takes {', '.join(dit.MODES)} with commas between, got {unknown[0]!r}")
-    if kind == "cpu":
-        modes = ("eager",)
+    if kind == "cpu" and "graph" in modes:
+        raise ConfigurationError("a CUDA graph needs a GPU; on CPU processes --modes takes eager alone")
     cases = parse(arguments, kind, counts)
     config.check()
     integration.enable()  # raises without a tested diffusers, before ranks start
@@ -61,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             "CPU processes, narrow models: a check that the outputs agree; their times say nothing of GPUs.", flush=True
         )
     for count, fitting in cases.items():
-        launch.run(dit.body, count, kind, fitting, modes, arguments.out)
+        launch.run(dit.body, count, kind, fitting, modes, timed, arguments.out, timed=timed)
     if launch.is_main():
         dit.show(arguments.out)
     return 0

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from .. import config
 from ..errors import ConfigurationError, FaA2AError, PeerError
-from . import interrupt, rank_process
+from . import interrupt, rank_process, shared_gpu
 
 _POLL_S = 0.1  # how soon a signal is heeded
 _GRACE_S = 0.8  # between a request to end and the kill
@@ -44,23 +44,30 @@ def join(rank: int, size: int, kind: str, port: int | None = None) -> torch.devi
     limit = timedelta(seconds=300)
     store = None if port is None else dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     if kind == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        device = torch.device("cuda", local)
+        local, count = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
+        shared = config.share_gpu() and count < size
+        device = torch.device("cuda", local % count if shared else local)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
+        if shared:
+            shared_gpu.mend_gloo()
+            # named so, a DeviceMesh over all ranks takes this group, and makes none of its own
+            dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        else:
+            dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
         return device
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     return torch.device("cpu")
 
 
-def run(body: Callable[..., None], ranks: int, kind: str, *arguments: Any) -> None:
+def run(body: Callable[..., None], ranks: int, kind: str, *arguments: Any, timed: bool = True) -> None:
     """Runs body(device, *arguments) on `ranks` ranks and returns when all have ended. Raises what a rank raised.
 
+    timed: what it measures would mean nothing on GPUs that ranks share.
     An interrupt or SIGTERM ends all ranks first. The ranks end with this process, however it ends.
     """
     config.check()
-    if kind == "cuda" and torch.cuda.device_count() < ranks:
+    if kind == "cuda" and torch.cuda.device_count() < ranks and (timed or not config.share_gpu()):
         raise ConfigurationError(f"{ranks} ranks need {ranks} GPUs, this machine has {torch.cuda.device_count()}")
     if under_torchrun():
         size = int(os.environ["WORLD_SIZE"])

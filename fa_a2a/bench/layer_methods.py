@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ _DIFFUSERS_KERNELS = {"cuda": ("flash", "_native_cudnn", "_native_flash", "nativ
 
 def ways(layer: Layer, names: tuple[str, ...]) -> tuple[dict[str, Way], dict[str, str]]:
     """fa_a2a, nccl, and those of `names` that every rank can take; and why the others are left out."""
-    found, skipped = {"fa_a2a": _fused(layer), "nccl": _separate(layer)}, {}
+    found, skipped = {"fa_a2a": _ours(layer, "fused"), "nccl": _separate(layer)}, {}
     makers = {"overlapped": _overlapped, "nccl_packed": _packed, "symm_mem": _symmetric_memory, "diffusers": _diffusers}
     for name in (name for name in makers if name in names):
         try:
@@ -45,8 +46,8 @@ def alone(layer: Layer) -> dict[str, Way]:
     }
 
 
-def _fused(layer: Layer) -> Way:
-    attention, q, k, v = UlyssesAttention(kernel=layer.case.kernel, exchange="fused"), layer.q, layer.k, layer.v
+def _ours(layer: Layer, exchange: str) -> Way:
+    attention, q, k, v = UlyssesAttention(kernel=layer.case.kernel, exchange=exchange), layer.q, layer.k, layer.v
 
     def call() -> torch.Tensor:
         out = attention(q, k, v)
@@ -61,18 +62,9 @@ def _fused(layer: Layer) -> Way:
 
 def _overlapped(layer: Layer) -> Way:
     """One kernel for the layer. Compared with the separate exchanges and the kernel on keys in the order it takes."""
-    attention, q, k, v = UlyssesAttention(kernel=layer.case.kernel, exchange="overlapped"), layer.q, layer.k, layer.v
-
-    def call() -> torch.Tensor:
-        out = attention(q, k, v)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    call()
-    workspace = layer.group.workspace
+    way, workspace = _ours(layer, "overlapped"), layer.group.workspace
     assert workspace is not None
-    want = overlap.serial_form(q, k, v, layer.plan, workspace)[0]
-    return Way(call, layer.case.kernel, workspace.memory.name, workspace.allocated_bytes, want=want)
+    return replace(way, want=overlap.serial_form(layer.q, layer.k, layer.v, layer.plan, workspace)[0])
 
 
 def _separate(layer: Layer) -> Way:

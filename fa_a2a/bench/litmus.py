@@ -8,7 +8,7 @@ without the fence that must be able to fail. Every outcome is recorded, failing 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ def _run(variant: str, memory: Nvshmem, group: Group, device: torch.device, roun
     dist.barrier()
     if variant in ("boundary", "call"):
         drive = _drive_boundary if variant == "boundary" else _drive_call
-        drive(litmus, memory, group, data, words, counters, deadline_ns)
+        drive(_Pair(litmus, memory, group.rank, data, words, counters, deadline_ns))
     elif group.rank == 0:
         litmus.write(data.addresses[1], words.addresses[1], words.addresses[0], counters, rounds, deadline_ns)
     else:
@@ -76,40 +76,36 @@ def _run(variant: str, memory: Nvshmem, group: Group, device: torch.device, roun
     return list(both[1])
 
 
-def _drive_boundary(
-    litmus: Any,
-    memory: Nvshmem,
-    group: Group,
-    data: SymmetricBlock,
-    signals: SymmetricBlock,
-    counters: torch.Tensor,
-    deadline_ns: int,
-) -> None:
+class _Pair(NamedTuple):
+    """A writer, rank 0, and a reader, rank 1, whose steps are launched from the host."""
+
+    litmus: Any
+    memory: Nvshmem
+    rank: int
+    data: SymmetricBlock
+    signals: SymmetricBlock
+    counters: torch.Tensor
+    deadline_ns: int
+
+
+def _drive_boundary(pair: _Pair) -> None:
     """A kernel of bulk stores, its end, then the signal kernel: how a stock attention kernel is followed."""
-    ready = signals.addresses[1] + 8 * READY_WORD
+    ready = pair.signals.addresses[1] + 8 * READY_WORD
     for n in range(1, _BOUNDARY_ROUNDS + 1):
-        if group.rank == 0:
-            litmus.write(data.addresses[1], n, counters)
+        if pair.rank == 0:
+            pair.litmus.write(pair.data.addresses[1], n, pair.counters)
         else:
-            litmus.read(data.addresses[1], ready, n, n, counters, deadline_ns)
-        memory.signal(signals, Word.READY, advance=True, publish=True, wait=True, timeout_s=_DEADLINE_S)
+            pair.litmus.read(pair.data.addresses[1], ready, n, n, pair.counters, pair.deadline_ns)
+        pair.memory.signal(pair.signals, Word.READY, advance=True, publish=True, wait=True, timeout_s=_DEADLINE_S)
 
 
-def _drive_call(
-    litmus: Any,
-    memory: Nvshmem,
-    group: Group,
-    data: SymmetricBlock,
-    signals: SymmetricBlock,
-    counters: torch.Tensor,
-    deadline_ns: int,
-) -> None:
+def _drive_call(pair: _Pair) -> None:
     """The steps of a call: q, k, v stored and announced, waited for by one kernel and read by the next, the end of the
     reading announced."""
     for n in range(1, _BOUNDARY_ROUNDS + 1):
-        if group.rank == 0:
-            litmus.write(data.addresses[1], n, counters)
-        memory.signal(signals, Word.ARRIVED, advance=True, publish=True, wait=True, timeout_s=_DEADLINE_S)
-        if group.rank == 1:
-            litmus.read(data.addresses[1], 0, n, n, counters, deadline_ns)
-        memory.signal(signals, Word.READY, publish=True, wait=True, timeout_s=_DEADLINE_S)
+        if pair.rank == 0:
+            pair.litmus.write(pair.data.addresses[1], n, pair.counters)
+        pair.memory.signal(pair.signals, Word.ARRIVED, advance=True, publish=True, wait=True, timeout_s=_DEADLINE_S)
+        if pair.rank == 1:
+            pair.litmus.read(pair.data.addresses[1], 0, n, n, pair.counters, pair.deadline_ns)
+        pair.memory.signal(pair.signals, Word.READY, publish=True, wait=True, timeout_s=_DEADLINE_S)

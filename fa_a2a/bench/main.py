@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from .. import config
 from ..errors import ConfigurationError, ShapeError, UnsupportedError
-from ..layout import ExchangeShape
+from ..layout import MAX_RANKS, ExchangeShape
 from ..ops import kernels
 from ..xstage import convergence
 from . import checks, forecast, record, table
@@ -29,20 +30,27 @@ if TYPE_CHECKING:
 Row = TypeVar("Row", Case, "exchange_methods.Case")
 
 
-def rank_counts(asked: list[int] | None, kind: str) -> list[int]:
-    """Each once. Raises ConfigurationError for one that cannot be had, or that has nothing to exchange."""
+def rank_counts(asked: list[int] | None, kind: str, *, timed: bool = True) -> list[int]:
+    """Each once. Raises ConfigurationError for one that cannot be had, or that has nothing to exchange.
+
+    timed: ranks that share a GPU (FA_A2A_SHARE_GPU) will not do."""
     if under_torchrun():
         counts = asked or [int(os.environ["WORLD_SIZE"])]
     elif asked:
         counts = checks.unique(asked)
-        if kind == "cuda" and max(counts) > (gpus := torch.cuda.device_count()):
+        shared = not timed and config.share_gpu()
+        if kind == "cuda" and max(counts) > (gpus := torch.cuda.device_count()) and not shared:
             raise ConfigurationError(f"{max(counts)} ranks need {max(counts)} GPUs, this machine has {gpus}")
     else:
         counts = [2, 4] if kind == "cpu" else [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
         if not counts:
-            raise ConfigurationError("the sweep needs two GPUs or more and this machine has one; use --device cpu")
+            raise ConfigurationError(
+                "this measures several GPUs, and the machine has one; sweep, dit and soak also take --device cpu"
+            )
     if min(counts) < 2:
         raise ConfigurationError("one rank has nothing to exchange: --ranks must be at least 2, got 1")
+    if max(counts) > MAX_RANKS:
+        raise ConfigurationError(f"--ranks must be at most {MAX_RANKS}, which a group has at most, got {max(counts)}")
     return counts
 
 

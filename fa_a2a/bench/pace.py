@@ -164,7 +164,8 @@ class _Bench:
         launches = [(*arguments, config.pace_ns) for arguments in self.arguments(sink)]
         if publish:  # the call's last launch does
             flags = [0] * (len(launches) - 1) + [_ADVANCE_PUBLISH_WAIT]
-            launches = [(*arguments, *self.publication(f)) for arguments, f in zip(launches, flags, strict=True)]
+            release = self.workspace.memory.release(self.workspace.signals, _DEADLINE_S)
+            launches = [(*arguments, release._replace(flags=f)) for arguments, f in zip(launches, flags, strict=True)]
         return self.repeated(launches, partial(kernel, order=ORDERS.index(config.order), stamps=stamps))
 
     def repeated(self, launches: list[tuple[Any, ...]], kernel: Callable[..., None]) -> Callable[[], None]:
@@ -173,10 +174,6 @@ class _Bench:
                 kernel(*arguments)
 
         return call
-
-    def publication(self, flags: int) -> tuple[Any, ...]:
-        found = self.workspace.memory.release(self.workspace.signals, _DEADLINE_S)
-        return found.peer_blocks, found.rank, found.num_ranks, flags, found.deadline_ns, found.record, found.counter
 
     def check(self, name: str, calls: Calls) -> None:
         """FaA2AError on every rank if an output differs from the first one checked; outputs are poisoned before."""

@@ -14,19 +14,28 @@ ORDERS = ("first", "last", "by_head")  # of the own chunk's tiles; fa4_a2a.persi
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
-    parser.add_argument("--seq-lens", type=checks.counts, default=[4608, 8192, 16384], help="of the whole sequence")
-    parser.add_argument("--heads", type=checks.counts, default=[24])
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--ranks", type=checks.counts, help="2,4,8 by default as far as there are GPUs; or torchrun's")
     parser.add_argument(
-        "--variants", nargs="+", default=["warp"], help="builds, such as warp/tile, step/232:40, consumer"
+        "--seq-lens", type=checks.counts, default=[4608, 8192, 16384], help="of the whole sequence; 4608 to 16384"
     )
-    parser.add_argument("--orders", nargs="+", default=["first", "last"], help="own chunk: first, last, by_head")
-    parser.add_argument("--paces", nargs="+", type=int, default=[0, 1500, 3000], help="ns between slices")
+    parser.add_argument("--heads", type=checks.counts, default=[24], help="24 by default")
+    parser.add_argument("--head-dim", type=int, default=128, help="128 by default")
+    parser.add_argument("--batch", type=int, default=1, help="1 by default")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="bfloat16 by default")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=["warp"],
+        help="builds with spaces between, such as warp/tile step/232:40 consumer; warp by default",
+    )
+    parser.add_argument(
+        "--orders", nargs="+", default=["first", "last"], help="own chunk: first last by_head; the first two by default"
+    )
+    parser.add_argument(
+        "--paces", nargs="+", type=int, default=[0, 1500, 3000], help="ns between slices; 0 1500 3000 by default"
+    )
     parser.add_argument("--stamps", action="store_true", help="also record how long each tile waits for its staging")
-    parser.add_argument("--rounds", type=int, default=12, help="timed rounds")
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds; 12 by default")
     parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/pace.jsonl"), help="JSON lines go here")
 
 

@@ -99,26 +99,46 @@ def kernel_sentence(lines: Lines) -> str:
             shape = f"({x['seq_len']}, {x['local_heads']})"
             told.setdefault(x["head_dim"], []).append(f"{x['vs_fa4']:.3f}{_mark(x)} at {shape}")
     parts = [f"D = {dim}: {', '.join(shapes)}" for dim, shapes in sorted(told.items(), reverse=True)]
-    return "; ".join(parts) + "."
+    return "; ".join(parts) + "." + _forms_sentence(lines)
+
+
+def _forms_sentence(lines: Lines) -> str:
+    """fa4's persistent form with every store local, beside the better stock tile: the range over heads and ranks."""
+    newest = _newest(lines, "designs", ("seq_len", "local_heads", "num_ranks", "head_dim", "form"))
+    chosen = [x for x in newest if x["form"] == "persistent" and x["over_stock_ci"] is not None]
+    if not chosen:
+        return ""
+    ranges = []
+    for seq_len in sorted({x["seq_len"] for x in chosen}):
+        rows = [x for x in chosen if x["seq_len"] == seq_len]
+        over = sorted(x["over_stock_percent"] for x in rows)
+        ranges.append(f"{over[0]:+.1f} to {over[-1]:+.1f} %{max(map(_mark, rows))} at {seq_len}")
+    most = max(x["over_stock_percent"] + x["over_stock_ci"] for x in chosen)
+    return (
+        f" The fused `fa4` with all stores local, on one GPU, in time over the better stock tile: {', '.join(ranges)}; "
+        f"the highest end of a 95 % interval is {most:+.2f} %."
+    )
 
 
 def dit_table(lines: Lines) -> str:
     """A row for each model and size, from the newest run of it; ms eager / in a graph. difference: to one GPU's output,
-    as part of what heads in each other's place make."""
+    as part of what heads in each other's place make; also of a check without times (`dit --check`)."""
     gpu = [line for line in lines if line.get("device") != "CPU"]
     rows: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
-    for x in _newest(gpu, "dit", ("world_size", "model", "seq_len", "resolution", "method", "mode")):
-        key = (x["world_size"], f"{x['model']} {x['resolution']}", x["seq_len"])
-        rows.setdefault(key, {})[x["method"], x["mode"]] = x
+    for kind in ("dit", "dit_check"):
+        for x in _newest(gpu, kind, ("world_size", "model", "seq_len", "resolution", "method", "mode")):
+            key = (x["world_size"], f"{x['model']} {x['resolution']}", x["seq_len"])
+            rows.setdefault(key, {})[x["method"] if kind == "dit" else "check", x["mode"]] = x
     header = ["P", "model", "S", "one GPU", "diffusers", "fa_a2a", "x one GPU", "x diffusers", "difference"]
     cells = []
-    for (ranks, model, seq_len), run in rows.items():
-        ours = [x for (method, _), x in run.items() if method == "fa_a2a"]
+    for (ranks, model, seq_len), run in sorted(rows.items()):
+        ours, checks = ([x for (method, _), x in run.items() if method == name] for name in ("fa_a2a", "check"))
         ms = {name: [_ms(run, name, mode) for mode in _MODES] for name in ("single", "diffusers_ulysses", "fa_a2a")}
-        parts = [x["max_difference"] / x["wrong_difference"] for x in ours if "wrong_difference" in x]
+        compared = [x for x in ours if "wrong_difference" in x] or checks
+        parts = [x["max_difference"] / x["wrong_difference"] for x in compared]
         cells.append(
             [
-                f"{ranks}{max(_mark(x) for x in ours)}",
+                f"{ranks}{max(_mark(x) for x in ours or checks)}",
                 *(model, str(seq_len)),
                 *(_pair(each, 1) for each in ms.values()),
                 *(_ratios(ms[name], ms["fa_a2a"]) for name in ("single", "diffusers_ulysses")),

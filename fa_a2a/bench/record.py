@@ -35,6 +35,7 @@ _SIGNAL = (
     "layout.py",
     "sharding.py",
     "comm/nvshmem*.py",
+    "comm/buffers.py",
     "comm/workspace.py",
     "fa4_a2a/signal*.py",
     "fa4_a2a/ptx.py",
@@ -68,6 +69,7 @@ _LAYER = (
 _FILES = {  # what the figures of a kind of line depend on
     "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
+    "designs": ("ops/kernels.py", "ops/fa4.py", "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "kernel": ("ops/kernels.py", "ops/fa4.py", "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
     "soak": ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"),
@@ -75,6 +77,7 @@ _FILES = {  # what the figures of a kind of line depend on
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
     "layer": _LAYER,
     "dit": (*_LAYER, "integrations/diffusers/*.py", "integrations/graph.py"),
+    "dit_check": (*_LAYER, "integrations/diffusers/*.py", "integrations/graph.py"),
 }
 
 
@@ -100,11 +103,14 @@ def content_hash(kind: str, kernel: str | None = None) -> str:
 
 
 def environment(kind: str, device: torch.device, world_size: int, kernel: str | None = None) -> dict[str, Any]:
-    """Fields of every line: kind, device, world size, date, git revision, versions and content hash."""
+    """Fields of every line: kind, device, world size, date, git revision, versions and content hash; and how many GPUs
+    the ranks shared, where they did."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else world_size
     return {
         "kind": kind,
         "device": device_name(device),
         "world_size": world_size,
+        **({"shared_gpus": gpus} if gpus < world_size else {}),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "git": _git_revision(),
         "content_hash": content_hash(kind, kernel),

@@ -13,26 +13,29 @@ LAYER_METHODS = ("overlapped", "nccl_packed", "symm_mem", "diffusers")
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is a GPU")
-    parser.add_argument("--ranks", type=checks.counts, help="2,4 by default, if there are as many GPUs; or torchrun's")
+    parser.add_argument(
+        "--ranks", type=checks.counts, help="2,4,8 by default as far as there are GPUs, on CPUs 2,4; or torchrun's"
+    )
     parser.add_argument(
         "--seq-lens", type=checks.counts, help="of the whole sequence; 4608 to 32768, on CPUs 256 to 1024"
     )
     parser.add_argument("--heads", type=checks.counts, help="24 and 12, with --layer 24; on CPUs 8")
     parser.add_argument("--head-dim", type=int, help="128, on CPUs 64")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=1, help="1 by default")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16, on CPUs float32")
     parser.add_argument("--kernel", default="auto", help="fa4, fa3 or cpu; auto takes what this machine runs best")
     parser.add_argument("--rounds", type=int, help="timed rounds; 12, on CPUs 3")
     parser.add_argument(
-        "--profile", help="platform profile for the prediction: name or JSON file; the one of this device and ranks"
+        "--profile",
+        help="platform profile for the prediction: name or JSON file; the one of this device and ranks by default",
     )
     parser.add_argument(
         "--layer",
         nargs="*",
         choices=LAYER_METHODS,
         metavar="METHOD",
-        help="time the whole layer, both exchanges included: fa_a2a, NCCL and attention alone, and all of "
-        f"{', '.join(LAYER_METHODS)} or those named",
+        help="time the whole layer, both exchanges included: fa_a2a, NCCL and attention alone, and the methods named, "
+        f"with spaces between; without names all of {' '.join(LAYER_METHODS)}",
     )
     parser.add_argument(
         "--out", type=Path, help="JSON lines go here; fa_a2a_results/sweep.jsonl by default, with --layer layer.jsonl"

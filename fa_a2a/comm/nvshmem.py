@@ -157,7 +157,7 @@ class Nvshmem(SymmetricMemory):
         """For a kernel that ends a call itself. advance: it also counts the call; silent: something else ends it."""
         flags = 0 if silent else _PUBLISH | _WAIT | _ADVANCE * advance
         rank, size, table = self.group.rank, self.group.size, self.signal_table(block)
-        return Release(table, rank, size, self.record_address, self._counter, flags, int(timeout_s * 1e9))
+        return Release(table, self._counter, rank, size, flags, int(timeout_s * 1e9), self.record_address)
 
     @property
     def record_address(self) -> int:

@@ -71,7 +71,7 @@ def joint_problem(found: list[dict[str, Any]], device: torch.device) -> str | No
         if entry["capability"] != found[0]["capability"]:
             return f"rank {rank} has compute capability {entry['capability']}, rank 0 {found[0]['capability']}"
     uuids = [entry["uuid"] for entry in found]
-    if len(set(uuids)) < len(uuids):
+    if len(set(uuids)) < len(uuids) and not config.share_gpu():
         return f"two ranks use one GPU ({', '.join(uuids)}); start one process for each GPU and set its device first"
     here = device.index if device.index is not None else torch.cuda.current_device()
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}

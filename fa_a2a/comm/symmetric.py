@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -68,24 +69,24 @@ class Fault:
         )
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """What a kernel needs to end a call itself: publish `ready` to every peer when its stores are done, and wait for
-    theirs. flags are the signal kernel's; 0 leaves the end of the call to something else."""
+    theirs. In the order in which the kernels take it. flags are the signal kernel's; 0 leaves the end of the call to
+    something else."""
 
     peer_blocks: torch.Tensor
+    counter: torch.Tensor
     rank: int
     num_ranks: int
-    record: int
-    counter: torch.Tensor
     flags: int
     deadline_ns: int
+    record: int
 
     @staticmethod
     def none(device: torch.device) -> Release:
         """For a kernel outside of any workspace."""
         zeros = torch.zeros(2, dtype=torch.int64, device=device)
-        return Release(zeros[:1], 0, 1, 0, zeros[1:], 0, 0)
+        return Release(zeros[:1], zeros[1:], rank=0, num_ranks=1, flags=0, deadline_ns=0, record=0)
 
 
 class SymmetricMemory(ABC):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError, ShapeError
+from .host_reads import Watch
 
 WARM_UPS = 2  # the first call compiles, agrees and makes room, which a capture cannot
 
@@ -18,8 +19,10 @@ class GraphedForward:
     model: any callable whose work is on the current CUDA device, its parameters and shapes fixed: what differs from
     call to call must be a tensor among the arguments, on the device, of the shape it was captured with. Other arguments
     must be equal to the captured ones. All ranks of a parallel model make it together, as they make every call.
+    A mask whose key lengths the model's attention read on the host is part of the graph: its values must stay.
     Returns what the model returned: the same tensors each time, overwritten by the next call.
-    Raises ConfigurationError on a CPU device, ShapeError for inputs that the graph was not captured with.
+    Raises ConfigurationError on a CPU device and for another mask, ShapeError for inputs that the graph was not
+    captured with.
     """
 
     def __init__(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -29,8 +32,8 @@ class GraphedForward:
             )
         self._args = tuple(_copy(x) for x in args)
         self._kwargs = {name: _copy(x) for name, x in kwargs.items()}
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode():
+        self.graph, self._watch = torch.cuda.CUDAGraph(), Watch()
+        with torch.inference_mode(), self._watch.open():
             side, stream = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
             side.wait_stream(stream)
             with torch.cuda.stream(side):
@@ -45,6 +48,7 @@ class GraphedForward:
             except Exception:
                 torch.cuda.set_stream(stream)  # the context leaves its own behind where the capture cannot end
                 raise
+        self._watch.check_among([*self._args, *self._kwargs.values()])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != len(self._args) or kwargs.keys() != self._kwargs.keys():
@@ -56,7 +60,7 @@ class GraphedForward:
             *((f"argument {i}", *pair) for i, pair in enumerate(zip(self._args, args))),
             *((name, mine, kwargs[name]) for name, mine in self._kwargs.items()),
         ):
-            _take(name, mine, given)
+            _take(name, mine, given, self._watch)
         self.replay()
         return self.output
 
@@ -78,13 +82,16 @@ def _copy(x: Any) -> Any:
     return x.clone() if isinstance(x, torch.Tensor) else x
 
 
-def _take(name: str, mine: Any, given: Any) -> None:
+def _take(name: str, mine: Any, given: Any, watch: Watch) -> None:
     if isinstance(mine, torch.Tensor) and isinstance(given, torch.Tensor):
         if (mine.shape, mine.dtype) != (given.shape, given.dtype):
             raise ShapeError(
                 f"{name} was captured as {tuple(mine.shape)} {mine.dtype}, got {tuple(given.shape)} {given.dtype}; "
                 "capture another graph for it"
             )
-        mine.copy_(given, non_blocking=True)
+        if watch.covers(mine):
+            watch.check_same(name, mine, given)
+        else:
+            mine.copy_(given, non_blocking=True)
     elif isinstance(mine, torch.Tensor) or isinstance(given, torch.Tensor) or mine != given:
         raise ShapeError(f"{name} was captured as {mine!r}, got {given!r}; only tensors can change from call to call")

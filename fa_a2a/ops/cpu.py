@@ -47,6 +47,7 @@ def attention_tile(
     return (acc / total)[:rows], (top + torch.log(total))[:rows, 0]
 
 
+@torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator]  # which would multiply in bfloat16
 def attention_chunks(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -9,7 +9,6 @@ persistent, paces its stores and ends the call itself. Its sm_100 form is compil
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -153,21 +152,8 @@ class _FA4:
             return [partial(self._forward, *call) for call in calls]
         tile = (self.tile_rows, k.shape[1], head_dim, q.itemsize)
         pace_ns = slice_pace_ns(*tile, self.num_sms, self._slice_rows, self._made_for[-1])
-        ends = [replace(release, flags=0)] * (len(calls) - 1) + [release]
-        return [partial(self._persistent, *call, pace_ns, *_arguments(end)) for call, end in zip(calls, ends)]
-
-
-def _arguments(release: Release) -> tuple[object, ...]:
-    """In the kernel's order."""
-    return (
-        release.peer_blocks,
-        release.rank,
-        release.num_ranks,
-        release.flags,
-        release.deadline_ns,
-        release.record,
-        release.counter,
-    )
+        ends = [release._replace(flags=0)] * (len(calls) - 1) + [release]
+        return [partial(self._persistent, *call, pace_ns, end) for call, end in zip(calls, ends)]
 
 
 def make(

@@ -12,11 +12,12 @@ from .. import config
 from ..comm.group import Group, resolve
 from ..errors import ConfigurationError, FaA2AError, ShapeError, WorkspaceError
 from . import fused, layer, overlap, scatter, serial
+from .deadlines import deadline, own_options
 from .kernels import Qkv
 from .norm_rope import NormRope
 from .options import PLAIN, Options
 from .options import key as options_key
-from .plan import MAX_KNOWN, Plan, Request, check_choices, check_deadline, is_deadline, make_request, settle
+from .plan import MAX_KNOWN, Plan, Request, check_choices, is_deadline, make_request, settle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,11 +83,15 @@ def find_plan(
     options: Options = PLAIN,
     refused: FaA2AError | None = None,
 ) -> Plan:
-    seconds = deadline(timeout_s)
+    try:
+        seconds = deadline(timeout_s)
+    except ConfigurationError as error:  # of this rank's environment: the others must hear of it, too
+        seconds, refused = config.default_number("FA_A2A_TIMEOUT_S"), refused or error
     # Host time matters: what was settled before is found again by what the caller passed, without making a Request.
     key: object = None
     told = options_key(options, q) if refused is None else None
-    if told is not None and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
+    plain = isinstance(kernel, str) and isinstance(exchange, str) and isinstance(return_lse, bool)  # 1 equals True
+    if told is not None and plain and (scale is None or isinstance(scale, float)) and is_deadline(seconds):
         grad = torch.is_grad_enabled()
         key = (
             *(_signature(q, grad), _signature(k, grad), _signature(v, grad)),
@@ -115,8 +120,8 @@ def find_plan(
             head_sharded=head_sharded,
             options=options,
         )
-    except FaA2AError as error:
-        request = error
+    except Exception as error:
+        request = error if isinstance(error, FaA2AError) else _unreadable(error)
         if not is_deadline(seconds):
             seconds = deadline(None)  # the others must hear of it all the same
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
@@ -135,8 +140,11 @@ def _signature(t: torch.Tensor, grad: bool) -> object:
     return t.shape, t.dtype, t.device, grad and t.requires_grad
 
 
-def deadline(timeout_s: float | None) -> float:
-    return config.read_number("FA_A2A_TIMEOUT_S") if timeout_s is None else timeout_s
+def _unreadable(error: Exception) -> ConfigurationError:
+    """For an argument whose own methods raise: the others must hear of it, too."""
+    refused = ConfigurationError(f"the arguments cannot be read: {type(error).__name__}: {error}")
+    refused.__cause__ = error
+    return refused
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -172,7 +180,7 @@ def scatter_heads(
     """
     where = resolve(group)
     options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv, norm_rope)
-    refused = _WHOLE_LAYER if exchange == "overlapped" else None
+    refused = _WHOLE_LAYER if isinstance(exchange, str) and exchange == "overlapped" else None
     plan = find_plan(
         *(where, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, timeout_s, False, options, refused)
     )
@@ -212,10 +220,15 @@ def attention_gather(
     Returns (out, lse): out (batch, rows, heads, head_dim) in the inputs' dtype; lse (batch, heads, rows) float32, the
     natural logarithm of the sum of exponentiated scaled scores, or None if scatter_heads was not asked for it.
     On the fused path both are views of the workspace, valid until the next call on the same group; copy=True returns
-    ordinary tensors. Raises PeerTimeoutError and WorkspaceError like `scatter_heads`.
+    ordinary tensors. Raises PeerTimeoutError and WorkspaceError like `scatter_heads`; ConfigurationError for a wrong
+    copy or timeout_s, after the peers got what they wait for: the shards are used up then.
     Source: the exchange rides on the kernel's own stores, arXiv:2607.23264.
     """
-    return gathered(shards, copy, deadline(timeout_s))
+    seconds, refused = own_options(timeout_s, copy)
+    gathering = gathered(shards, refused is None and copy, seconds)
+    if refused is not None:
+        raise refused
+    return gathering
 
 
 def whole_layer(
@@ -248,7 +261,6 @@ def gathered(shards: HeadShards, copy: bool, seconds: float) -> tuple[torch.Tens
     if not isinstance(shards, HeadShards):
         raise ShapeError(f"attention_gather takes what scatter_heads returned, got {type(shards).__name__}")
     group, plan = shards._group, shards._plan
-    check_deadline(seconds)
     group.check_usable()
     if plan.exchange == "collective":
         return serial.attend(shards._q, shards._k, shards._v, plan, group)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ShapeError, UnsupportedError
+from ..errors import FaA2AError, ShapeError, UnsupportedError
+from .arguments import is_finite, is_number
 
 KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)  # of the scattering kernel: heads that fill a power of two of lanes
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,11 +49,13 @@ class NormRope:
                     f"NormRope's {names[0]} and {names[1]} must be {rule} and of one dtype; got {tuple(one.shape)} "
                     f"{one.dtype} and {tuple(two.shape)} {two.dtype}"
                 )
+            if one.layout != torch.strided or two.layout != torch.strided:
+                raise ShapeError(f"NormRope's {names[0]} and {names[1]} must be dense, got {one.layout}, {two.layout}")
             if one.dtype not in _DTYPES:
                 raise ShapeError(f"NormRope's {names[0]} must be bfloat16, float16 or float32, got {one.dtype}")
         if not isinstance(self.interleaved, bool):
             raise ShapeError(f"NormRope's interleaved must be True or False, got {self.interleaved!r}")
-        if not (isinstance(self.eps, (int, float)) and 0 <= self.eps < float("inf")):
+        if not is_number(self.eps) or not is_finite(self.eps) or self.eps < 0:
             raise ShapeError(f"NormRope's eps must be a finite number, 0 or more, got {self.eps!r}")
         if self.q_weight is None and self.cos is None:
             raise ShapeError("NormRope was given neither weights nor tables; leave norm_rope out")
@@ -90,14 +93,20 @@ class NormRope:
         return None
 
     def check(self, q: torch.Tensor) -> None:
-        """Raises ShapeError where there is a problem, UnsupportedError for tensors that require grad in grad mode."""
+        """Raises what `refusal` returns."""
+        if (refused := self.refusal(q)) is not None:
+            raise refused
+
+    def refusal(self, q: torch.Tensor) -> FaA2AError | None:
+        """ShapeError where there is a problem, UnsupportedError for tensors that require grad in grad mode, or None."""
         if (problem := self.problem(q)) is not None:
-            raise ShapeError(problem)
+            return ShapeError(problem)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self._tensors):
-            raise UnsupportedError(
+            return UnsupportedError(
                 "NormRope's weights or tables require grad, and there is no backward; detach them, or call it under "
                 "torch.no_grad() or torch.inference_mode()"
             )
+        return None
 
     def applied(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k, normed and rotated by torch operations."""

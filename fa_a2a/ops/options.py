@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
 
 from ..errors import ConfigurationError, FaA2AError, ShapeError, UnsupportedError
+from .arguments import are_integers, flag_problem, is_integer, shown
 from .norm_rope import NormRope
 
 
@@ -48,6 +48,7 @@ WHOLE_KV_ALONE = (
     "whole_kv goes with key_lengths alone: nothing is exchanged, so causal, shard_sizes, replicated_text and norm_rope "
     "have no meaning; leave them out"
 )
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 PLAIN = Options()
 PLAIN_KEY = Checked(False, None, None, 0, False, None)
 
@@ -63,53 +64,56 @@ def key(options: Options, q: torch.Tensor) -> Checked | None:
                 return None
             options.norm_rope.check(q)
         return found
-    except FaA2AError:
+    except Exception:  # which `checked` meets again, to tell it to the other ranks
         return None
 
 
 def checked(options: Options) -> Checked:
     """The options' values. Raises ShapeError, ConfigurationError or UnsupportedError."""
     causal, lengths, sizes, text, whole_kv, norm_rope = options
-    for name, flag in (("causal", causal), ("whole_kv", whole_kv)):
-        if not isinstance(flag, bool):
-            raise ConfigurationError(f"{name} must be True or False, got {flag!r}")
-    counts = _integers("shard_sizes", sizes)
-    if text is not None and not _is_integer(text):
-        raise ConfigurationError(f"replicated_text must be a number of rows or None, got {text!r}")
-    if norm_rope is not None and not isinstance(norm_rope, NormRope):
-        raise ConfigurationError(f"norm_rope must be a fa_a2a.NormRope or None, got {type(norm_rope).__name__}")
-    found = Checked(
+    if (refused := problem(options)) is not None:
+        raise refused
+    if isinstance(lengths, torch.Tensor):
+        lengths = _read(lengths)
+    return Checked(
         causal,
-        _integers("key_lengths", lengths),
-        counts,
+        None if lengths is None else tuple(map(int, lengths)),
+        None if sizes is None else tuple(map(int, sizes)),
         int(text or 0),
         whole_kv,
         None if norm_rope is None else norm_rope.layout,
     )
-    if whole_kv and (causal or counts is not None or text or norm_rope is not None):
-        raise UnsupportedError(WHOLE_KV_ALONE)
-    return found
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
+def problem(options: Options) -> FaA2AError | None:
+    """Why options are refused whatever the tensors, or None. Reads no tensor, so torch.compile traces it."""
+    causal, lengths, sizes, text, whole_kv, norm_rope = options
+    if (refused := flag_problem("causal", causal) or flag_problem("whole_kv", whole_kv)) is not None:
+        return refused
+    if sizes is not None and not are_integers(sizes):
+        return ShapeError(f"shard_sizes must be a list of integers, got {shown(sizes)}")
+    if text is not None and not is_integer(text):
+        return ConfigurationError(f"replicated_text must be a number of rows or None, got {shown(text)}")
+    if norm_rope is not None and not isinstance(norm_rope, NormRope):
+        return ConfigurationError(f"norm_rope must be a fa_a2a.NormRope or None, got {type(norm_rope).__name__}")
+    if lengths is not None and not isinstance(lengths, torch.Tensor) and not are_integers(lengths):
+        return ShapeError(f"key_lengths must be a list of integers, got {shown(lengths)}")
+    if whole_kv and (causal or sizes is not None or text or norm_rope is not None):
+        return UnsupportedError(WHOLE_KV_ALONE)
+    return None
 
 
-def _integers(name: str, values: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
-    if values is None:
-        return None
-    if isinstance(values, torch.Tensor):
-        if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
-            raise ShapeError(
-                f"{name} must be one-dimensional with integers, got a tensor of {values.dtype} {tuple(values.shape)}"
-            )
-        if values.is_meta:
-            raise ShapeError(f"{name} must have values, got a tensor on the meta device; pass a list")
-        if values.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ConfigurationError(
-                f"{name} on a GPU cannot be read while a CUDA graph is captured; pass a list, .tolist() of it"
-            )
-        values = values.tolist()
-    if not isinstance(values, (list, tuple)) or not values or not all(map(_is_integer, values)):
-        raise ShapeError(f"{name} must be a list of integers, got {values!r}")
-    return tuple(int(value) for value in values)
+def _read(lengths: torch.Tensor) -> list[int]:
+    if lengths.dim() != 1 or lengths.dtype not in _INTEGERS or lengths.layout != torch.strided:
+        kind = f"{lengths.dtype} {tuple(lengths.shape)}"
+        raise ShapeError(f"key_lengths must be one-dimensional with integers, got a tensor of {kind}")
+    if lengths.is_meta:
+        raise ShapeError("key_lengths must have values, got a tensor on the meta device; pass a list")
+    if lengths.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ConfigurationError(
+            "key_lengths on a GPU cannot be read while a CUDA graph is captured; pass a list, .tolist() of it"
+        )
+    values: list[int] = lengths.tolist()
+    if not values:
+        raise ShapeError("key_lengths must have a number for each batch entry, got an empty tensor")
+    return values

@@ -102,14 +102,14 @@ class Prepared:
         self._send_pace_ns = chosen.send_pace_ns
         self._fingerprint = mark(plan)
         self._workspace = workspace
-        self._releases: dict[float, tuple[object, ...]] = {}
+        self._releases: dict[float, Release] = {}
         self.out, self.lse = workspace.output(rank, shape, dtype), workspace.lse(rank, shape)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, timeout_s: float) -> None:
         if timeout_s not in self._releases:
             self._releases.clear()
             memory = self._workspace.memory
-            self._releases[timeout_s] = _arguments(memory.release(self._workspace.signals, timeout_s, advance=True))
+            self._releases[timeout_s] = memory.release(self._workspace.signals, timeout_s, advance=True)
         inputs = (self._apart(loadable(q)), self._apart(loadable(k)), self._apart(loadable(v)))
         self._launch(self._attention, inputs, self._send_pace_ns, self._fingerprint, self._releases[timeout_s])
 
@@ -125,12 +125,6 @@ class Prepared:
 def mark(plan: Plan) -> int:
     """The configuration that peers compare. A call through `scatter_heads` with the same arguments is another one."""
     return fingerprint(f"overlapped {plan.fingerprint}")
-
-
-def _arguments(release: Release) -> tuple[object, ...]:
-    """In the kernel's order."""
-    r = release
-    return r.peer_blocks, r.rank, r.num_ranks, r.flags, r.deadline_ns, r.record, r.counter
 
 
 def attend(qkv: Qkv, plan: Plan, workspace: Workspace, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -81,7 +81,8 @@ def schedule(shape: ExchangeShape, tile_rows: int, num_sms: int) -> Schedule:
 
 def send_pace_ns(num_sms: int) -> int:
     """Pause behind each unit, so that all sending warps together store at SHARE of the path's rate."""
-    from fa4_a2a.overlap import BATCHES, PIECE_BYTES, SENDERS, UNROLL, WARP
+    from fa4_a2a.overlap import BATCHES, SENDERS, UNROLL
+    from fa4_a2a.scatter import PIECE_BYTES, WARP
 
     unit_bytes = WARP * PIECE_BYTES * UNROLL * BATCHES
     at_rate_us = drain_us(

@@ -1,4 +1,4 @@
-"""From a call's arguments to what every rank will do: checks, agreement between the ranks, choice of path.
+"""From a call's arguments to what every rank will do: agreement between the ranks, then one plan.
 
 Agreement is what makes bad input one clear error on every rank. A configuration that the group has not seen is
 exchanged over the host channel before anything is compiled, allocated or stored; from then on its fingerprint travels
@@ -16,11 +16,10 @@ import torch
 
 from .. import config
 from ..comm.group import Group
-from ..comm.symmetric import SymmetricMemory
-from ..comm.workspace import Workspace
-from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError, UnsupportedError
+from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError
 from ..layout import ExchangeShape, fingerprint
 from . import advice, differences, kernel_choice, kernels
+from .exchange_choice import choose_exchange, choose_overlap
 from .kernels import AttentionKernel
 from .norm_rope import KERNEL_HEAD_DIMS
 from .pieces import heads_per_kv
@@ -173,10 +172,10 @@ def _prepare(
     """Chooses the path, compiles the kernel and makes room in the workspace; every rank or none."""
     shape = request.shape(group.size)
     kernel, why_kernel = kernel_choice.choose(group, request, reports, device)
-    exchange, why_exchange = _choose_exchange(group, request, kernel, device, timeout_s)
+    exchange, why_exchange = choose_exchange(group, request, kernel, device, timeout_s)
     if request.exchange == "auto" and exchange == "fused" and request.is_plain and shape.is_equal:
         exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
-    overlapped, why_overlapped = _choose_overlap(group, request, kernel, exchange, device)
+    overlapped, why_overlapped = choose_overlap(group, request, kernel, exchange, device)
     failure: Exception | None = None
     adapter = None
     fused = exchange == "fused"
@@ -219,59 +218,3 @@ def _prepare(
 
 
 _told: set[tuple[str, str, str]] = set()
-
-
-def _choose_exchange(
-    group: Group, request: Request, kernel: str, device: torch.device, timeout_s: float
-) -> tuple[str, str]:
-    """A named exchange, or 'fused' where kernel and machine allow it. Makes the workspace for it."""
-    if group.size == 1:
-        return "collective", "a group of one rank exchanges nothing"
-    if request.whole_kv:
-        return "collective", "k and v are whole on every rank: nothing is exchanged"
-    if request.exchange == "collective":
-        return "collective", ""
-    if kernel == "torch":
-        if request.exchange in ("fused", "overlapped"):
-            raise UnsupportedError(
-                "kernel 'torch' cannot store into other ranks; use exchange='collective' or another kernel"
-            )
-        return "collective", "exchange falls back to 'collective': kernel 'torch' cannot store into other ranks"
-    try:
-        if group.workspace is None or group.workspace.closed:
-            group.workspace = Workspace(group, _provider(group, device, timeout_s), timeout_s)
-    except UnsupportedError as error:
-        if request.exchange in ("fused", "overlapped"):
-            raise
-        return "collective", f"exchange falls back to 'collective': {error}"
-    return "fused", ""
-
-
-def _choose_overlap(
-    group: Group, request: Request, kernel: str, exchange: str, device: torch.device
-) -> tuple[bool, str]:
-    """Whether the exchange before attention goes into the attention kernel, too."""
-    from . import overlap_schedule as overlap
-
-    if exchange != "fused" or request.exchange not in ("overlapped", "auto"):
-        return False, ""
-    if request.exchange == "auto" and device.type != "cuda":
-        return False, ""
-    why = overlap.problem(request, group, kernel, device)
-    if request.exchange == "overlapped":
-        if why:
-            raise UnsupportedError(f"{why}; use exchange='fused' or 'auto'")
-        return True, ""
-    if why is None:
-        why = overlap.loss(request.shape(group.size), device)
-    return why is None, f"the exchange before attention is not overlapped: {why}" if why else ""
-
-
-def _provider(group: Group, device: torch.device, timeout_s: float) -> SymmetricMemory:
-    if device.type == "cuda":
-        from ..comm.nvshmem import Nvshmem
-
-        return Nvshmem(group, device, timeout_s)
-    from ..comm.shared_memory import SharedMemory
-
-    return SharedMemory(group, timeout_s)

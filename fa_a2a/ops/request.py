@@ -12,15 +12,16 @@ Under a CUDA graph nothing of this is looked at: sizes and lengths are those of 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import torch
 
 from ..comm.group import Group
-from ..errors import ConfigurationError, ShapeError, UnsupportedError
+from ..config import MOST
+from ..errors import ConfigurationError, FaA2AError, ShapeError, UnsupportedError
 from ..layout import ExchangeShape
 from . import kernels
+from .arguments import flag_problem, is_finite, is_number, scale_problem, shown
 from .options import PLAIN, Checked, Options, checked
 
 EXCHANGES = ("overlapped", "fused", "collective")
@@ -89,18 +90,17 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: b
             raise ShapeError(
                 f"{name} must be a tensor of this rank's own tokens, got {type(t).__name__}; pass .to_local()"
             )
+        if t.layout != torch.strided:
+            raise ShapeError(f"{name} must be a dense tensor, got layout {t.layout}")
         if t.dtype != q.dtype or t.device != q.device:
             raise ShapeError(
                 f"q, k and v must have one dtype and device; q has {q.dtype} on {q.device}, "
                 f"{name} {t.dtype} on {t.device}"
             )
-        if torch.is_grad_enabled() and t.requires_grad:
-            raise UnsupportedError(
-                f"{name} requires grad, and there is no backward; "
-                "call it under torch.no_grad() or torch.inference_mode()"
-            )
         if min(t.shape) < 1:
             raise ShapeError(f"{name} must not be empty, got shape {tuple(t.shape)}")
+    if (refused := grad_problem(q, k, v)) is not None:
+        raise refused
     _check_against_each_other(q, k, v, whole_kv)
     if q.device.type not in ("cpu", "cuda"):
         raise ShapeError(f"tensors must be on cpu or cuda, got {q.device}")
@@ -110,6 +110,16 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: b
         raise ShapeError(f"dtype must be one of {names} on {q.device.type}, got {q.dtype}; cast q, k and v first")
     if q.shape[3] % 8:
         raise ShapeError(f"head_dim must be a multiple of 8, got {q.shape[3]}; pad the heads")
+
+
+def grad_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> FaA2AError | None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.requires_grad and torch.is_grad_enabled():
+            return UnsupportedError(
+                f"{name} requires grad, and there is no backward; "
+                "call it under torch.no_grad() or torch.inference_mode()"
+            )
+    return None
 
 
 def _check_against_each_other(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: bool) -> None:
@@ -126,20 +136,24 @@ def _check_against_each_other(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 
 def check_choices(kernel: str, exchange: str, timeout_s: float) -> None:
-    if kernel != "auto" and kernel not in kernels.KERNELS:
-        raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(kernels.KERNELS)}, got {kernel!r}")
-    if exchange != "auto" and exchange not in EXCHANGES:
-        raise ConfigurationError(f"exchange must be 'auto' or one of {', '.join(EXCHANGES)}, got {exchange!r}")
+    if not isinstance(kernel, str) or kernel not in ("auto", *kernels.KERNELS):
+        raise ConfigurationError(f"kernel must be 'auto' or one of {', '.join(kernels.KERNELS)}, got {shown(kernel)}")
+    if not isinstance(exchange, str) or exchange not in ("auto", *EXCHANGES):
+        raise ConfigurationError(f"exchange must be 'auto' or one of {', '.join(EXCHANGES)}, got {shown(exchange)}")
     check_deadline(timeout_s)
 
 
 def is_deadline(timeout_s: object) -> bool:
-    return isinstance(timeout_s, (int, float)) and 0 < timeout_s < float("inf")
+    if not isinstance(timeout_s, float):
+        timeout_s = float(timeout_s) if is_number(timeout_s) and is_finite(timeout_s) else 0.0  # type: ignore[arg-type]
+    return 0 < timeout_s <= MOST
 
 
 def check_deadline(timeout_s: object) -> None:
     if not is_deadline(timeout_s):
-        raise ConfigurationError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
+        raise ConfigurationError(
+            f"timeout_s must be a positive number of seconds, at most {MOST:g}, got {shown(timeout_s)}"
+        )
 
 
 def make_request(
@@ -158,10 +172,8 @@ def make_request(
     """Checks the arguments of this rank and describes them. Raises ShapeError, UnsupportedError, ConfigurationError."""
     values = checked(options)
     check_tensors(q, k, v, values.whole_kv)
-    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= sys.float_info.max):
-        raise ConfigurationError(f"scale must be a finite number or None, got {scale!r}")
-    if not isinstance(with_lse, bool):
-        raise ConfigurationError(f"return_lse must be True or False, got {with_lse!r}")
+    if (refused := scale_problem(scale) or flag_problem("return_lse", with_lse)) is not None:
+        raise refused
     batch, rows, heads, head_dim = q.shape
     times = group.size if head_sharded else 1
     request = Request(

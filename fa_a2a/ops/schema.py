@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import errors
 from ..comm.group import resolve
 from .functional import find_plan, whole_layer
 from .options import Options
@@ -23,7 +24,7 @@ def ulysses_attention(
     group: str,
     kernel: str,
     exchange: str,
-    scale: float,
+    scale: float | None,
     return_lse: bool,
     timeout_s: float,
     causal: bool = False,
@@ -31,10 +32,16 @@ def ulysses_attention(
     shard_sizes: Sequence[int] | None = None,
     replicated_text: int | None = None,
     whole_kv: bool = False,
+    refused: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the whole layer; lse has no elements unless asked for. group: name of a process group."""
+    """(out, lse) of the whole layer; lse has no elements unless asked for. group: name of a process group. refused:
+    kind and text of the error for arguments that this schema has no types for; every rank gets it."""
     where, options = resolve(group), Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv)
-    plan = find_plan(where, q, k, v, scale, return_lse, kernel, exchange, timeout_s, False, options)
+    error: errors.FaA2AError | None = None
+    if refused is not None:
+        kind, _, text = refused.partition(": ")
+        error = getattr(errors, kind)(text)
+    plan = find_plan(where, q, k, v, scale, return_lse, kernel, exchange, timeout_s, False, options, error)
     out, lse = whole_layer(where, plan, (q, k, v), True, timeout_s)
     return out.contiguous(), q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
@@ -47,7 +54,7 @@ def _(
     group: str,
     kernel: str,
     exchange: str,
-    scale: float,
+    scale: float | None,
     return_lse: bool,
     timeout_s: float,
     causal: bool = False,
@@ -55,7 +62,8 @@ def _(
     shard_sizes: Sequence[int] | None = None,
     replicated_text: int | None = None,
     whole_kv: bool = False,
+    refused: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, rows, heads, _ = q.shape
+    batch, rows, heads = q.shape[:3] if q.dim() == 4 else (0, 0, 0)  # which the operator refuses
     lse = q.new_empty((batch, heads, rows) if return_lse else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), lse

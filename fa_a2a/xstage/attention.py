@@ -82,6 +82,10 @@ class AttentionAudit:
         return self.tiles - self.remote_tiles
 
     @property
+    def waves_in_words(self) -> str:
+        return "one wave" if len(self.waves) == 1 else f"{len(self.waves)} waves"
+
+    @property
     def sender_us(self) -> float:
         """Predicted sender-visible residual of the whole call (`batch` launches one after another)."""
         return self.shape.batch * self.terms.total_us
@@ -112,7 +116,7 @@ class AttentionAudit:
                 f"(covered from {self.covering_keys} keys on)",
                 f"capacity bound {verdict}: {peak_bytes / _MIB:.2f} MiB outstanding, the path holds {capacity}; "
                 f"a full remote wave in step waits {self.full_wave_wait_us:.1f} us",
-                f"{self.tiles} tiles ({self.own_tiles} own, {self.own_chunk}) in {len(self.waves)} waves, "
+                f"{self.tiles} tiles ({self.own_tiles} own, {self.own_chunk}) in {self.waves_in_words}, "
                 f"{self.waves[-1][1]} of the last {self.waves[-1][0]} remote",
                 f"sender-visible residual {self.sender_us:.1f} us, ready {ready}; per launch the larger of inherited "
                 f"wait {t.wave_wait_us:.1f} and last drain {t.last_drain_us:.1f}, plus drift {t.drift_us:.1f} us",

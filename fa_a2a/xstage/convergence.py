@@ -1,7 +1,8 @@
 """Do prediction and measurement meet? For one cost, and for the lines of a sweep.
 
 They agree within 5 us, 25 % of the cost or 0.5 % of attention's time, whichever is largest. A measurement whose own
-95 % interval is wider than that decides nothing, unless the two lie apart by more than tolerance and interval together.
+95 % interval is wider than that decides nothing, unless the two lie apart by more than tolerance and interval together;
+a sharper one counts as it stands.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def verdict(*, predicted_us: float, measured_us: float, ci_us: float | None, att
         abs(predicted_us - measured_us),
         tolerance_us(measured_us=measured_us, attention_us=attention_us),
     )
-    if apart_us > allowed_us + ci_us:
-        return "apart"
-    return "agree" if apart_us <= allowed_us and ci_us <= allowed_us else "undecided"
+    if ci_us > allowed_us:
+        return "apart" if apart_us > allowed_us + ci_us else "undecided"
+    return "agree" if apart_us <= allowed_us else "apart"
 
 
 @dataclass(frozen=True)

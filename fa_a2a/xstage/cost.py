@@ -12,8 +12,19 @@ is attention.py's audit. For a kernel with staging of its own, whose blocks stay
 - Backpressure [V/R - T0 - G]+ for each wave whose Q-loop is shorter than the drain, whatever the pace.
 - The last wave's remote tiles leave at once and drain after the kernel's computation: V/R of them. With the own chunk
   last there are none once the own tiles fill that wave.
-- Publication comes on top of that for the ready time. That each call also waits for the rank that is slowest in it is
-  not modelled: on 2x H200 ready exceeds sender-visible time by about 1 % of calls that take a millisecond or more.
+- Publication comes on top of that for the ready time.
+
+No term, since it is below the tolerance of convergence.py: that each call waits for the rank that is slowest in it. The
+calls of one H200, taken for ranks that go on their own, would wait 0.6 us or 0.1 % of a call (8 ranks: 0.2 %) for each
+other, and what 2x H200 show beyond publication is 0.2 +- 0.5 us of 110 and 0.9 +- 1.0 of 220. A rank that is slower
+throughout is so alone, too (tests/cpu/test_predicted_measured.py has both).
+
+What the model does not explain: 65536 tokens of 24 heads on 2x H200 (2026-11-30), where remote stores cost 758 +- 285
+us of 40 ms beside local ones. The persistent kernel itself is not slower there: with local stores it took 0.5 +- 0.7 %
+less than the stock one on one H200 (1 to 3 % less at shorter lengths). Nor is the path busy: 101 MB in 40 ms are 2.5
+GB/s. In that run each method followed the same other one in every round, and two that launch the same kernel
+(fused_ready, fused_op) lie 950 us apart; clocks alone move calls of 10 ms by a tenth within 0.3 s. It has not been
+measured again in random order.
 """
 
 from __future__ import annotations
@@ -58,7 +69,8 @@ class CostPrediction:
         return None if self.publish_us is None else self.sender_us + self.publish_us
 
     def explain(self) -> str:
-        """Each term in words, then the sums."""
+        """Each term that costs something in words, then the sums."""
+        shown = [term for term in self.terms if term.us >= 0.05]
         audit, publish = self.audit, self.publish_us
         shape, last = audit.shape, audit.waves[-1]
         leave = f"; a wave leaves in {self.leave_us:.1f} us" if self.leave_us else ""
@@ -69,10 +81,15 @@ class CostPrediction:
             [
                 f"{self.design.name}: {self.design.words}",
                 f"{audit.profile.name}: {shape.seq_len} tokens, {shape.num_heads} heads of {shape.head_dim}, "
-                f"{shape.num_ranks} ranks; {audit.tiles} tiles of {shape.tile_rows} rows in {len(audit.waves)} waves, "
+                f"{shape.num_ranks} ranks; {audit.tiles} tiles of {shape.tile_rows} rows in {audit.waves_in_words}, "
                 f"{last[1]} of the last {last[0]} remote; Q-loop {audit.gap_us:.1f} us, V/R "
                 f"{_drain(audit.volume_bytes, audit.profile):.1f} us{leave}",
-                *(f"  {term.us:6.1f} us  {term.words}" for term in self.terms),
+                *(f"  {term.us:6.1f} us  {term.words}" for term in shown),
+                *(
+                    []
+                    if shown
+                    else ["     0.0 us  no store waits, no load waits for one, and the last tiles are own ones"]
+                ),
                 f"cost: sender-visible {self.sender_us:.1f} us, ready {ready} us"
                 + ("" if publish is None else f" (publication {self.design.publication}: {publish:.1f})"),
             ]

@@ -82,7 +82,11 @@ def load_profile(source: str | Path) -> PlatformProfile:
     try:
         text = Path(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(f"give a path, or one of {available_profiles()}", str(source), str(error)) from error
+        raise refuse(
+            f"give a path, or one of {available_profiles()}",
+            str(source),
+            getattr(error, "strerror", None) or str(error),
+        ) from error
     try:
         return profile_from_json(text)
     except ProfileError as error:
@@ -99,13 +103,24 @@ def profile_hash(profile: PlatformProfile) -> str:
     return hashlib.sha256(json.dumps(profile.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _shipped_of(device: str | None) -> list[PlatformProfile]:
+    """Of a device, or of any GPU whose bulk stores are known."""
+    found = map(load_profile, available_profiles())
+    if device is None:
+        return [profile for profile in found if "bulk" in profile.stores]
+    return [profile for profile in found if profile.device.casefold() == device.strip().casefold()]
+
+
 @lru_cache(maxsize=64)
 def shipped_profile(num_ranks: int, device: str | None = None) -> PlatformProfile | None:
     """The shipped profile for this many ranks of this device, or None. device None: of any GPU whose bulk stores are
     known, for a preview on a machine that has none."""
-    for name in available_profiles():
-        profile = load_profile(name)
-        same = "bulk" in profile.stores if device is None else profile.device.casefold() == device.strip().casefold()
-        if same and profile.num_ranks == num_ranks:
-            return profile
-    return None
+    return next((profile for profile in _shipped_of(device) if profile.num_ranks == num_ranks), None)
+
+
+def nearest_profile(num_ranks: int, device: str | None = None) -> PlatformProfile | None:
+    """The shipped profile to take where there is none for this many ranks: of the next larger number of them, whose
+    path is no faster, else of the largest. None for a device without any. It keeps its own number of ranks."""
+    found = sorted(_shipped_of(device), key=lambda profile: profile.num_ranks)
+    larger = [profile for profile in found if profile.num_ranks >= num_ranks]
+    return larger[0] if larger else found[-1] if found else None

@@ -48,3 +48,18 @@ def device_view(shape, strides=None, code=BFLOAT, bits=16, address=1 << 40):
     if strides is None:
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return tvm_ffi.from_dlpack(_View(shape, strides, code, bits, address))
+
+
+def attention_views(ranks, rows, heads, head_dim):
+    """What a rank passes to a kernel that stores to its peers: keys shared by all chunks, O and LSE spread over the
+    peers' mappings, 2**37 bytes apart."""
+    keys = device_view((ranks, ranks * rows, heads, head_dim), (0, heads * head_dim, head_dim, 1))
+    peers = (2**36, ranks * heads * head_dim, head_dim, 1)
+    return {
+        "q": device_view((ranks, rows, heads, head_dim)),
+        "k": keys,
+        "v": keys,
+        "o": device_view((ranks, rows, heads, head_dim), peers),
+        "lse": device_view((ranks, heads, rows), (2**35, rows, 1), code=FLOAT, bits=32),
+        "scale": head_dim**-0.5,
+    }

@@ -6,7 +6,7 @@ from cutlass import Constexpr
 from cutlass.cute.runtime import from_dlpack
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils.blackwell_helpers import make_smem_layout_epi
-from fa4_a2a.persistent_stores import COLUMNS
+from fa4_a2a.persistent_slices import COLUMNS
 
 BUFFERS, ROWS = 2, 128
 

@@ -1,6 +1,6 @@
 import pytest
 from cubin import instructions, no_local_memory, uses
-from device_view import FLOAT, device_view
+from device_view import FLOAT, attention_views, device_view
 from fa4_a2a.forward import FORWARD_TILES, forward_tile, forward_tile_rows, load_forward
 
 NUM_SMS = {"sm_90a": 132, "sm_100a": 148}
@@ -76,15 +76,7 @@ def test_forward_is_the_upstream_kernel(sass, tmp_path):
 
 @pytest.fixture
 def arguments():
-    """What a rank of four passes: keys shared by all chunks, O spread over the peers' mappings 128 GiB apart."""
-    return {
-        "q": device_view((P, ROWS, HEADS, D)),
-        "k": device_view((P, KEYS, HEADS, D), (0, HEADS * D, D, 1)),
-        "v": device_view((P, KEYS, HEADS, D), (0, HEADS * D, D, 1)),
-        "o": device_view((P, ROWS, HEADS, D), (2**36, P * HEADS * D, D, 1)),
-        "lse": device_view((P, HEADS, ROWS), code=FLOAT, bits=32),
-        "scale": D**-0.5,
-    }
+    return attention_views(P, ROWS, HEADS, D)
 
 
 def test_call_reaches_the_launch(arguments, no_gpu):

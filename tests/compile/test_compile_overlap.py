@@ -2,10 +2,10 @@ from itertools import pairwise
 
 import pytest
 from cubin import PROXY_FENCE, beyond_what_is_left, no_local_memory, opcodes, uses
-from device_view import FLOAT, INT, device_view
+from device_view import INT, attention_views, device_view
 from fa4_a2a.cache import cached_kernels
 from fa4_a2a.overlap import Counter, Geometry, OverlapPlan, Send, Step, load_overlap, send_order, whole_parts
-from fa4_a2a.persistent import load_persistent
+from fa4_a2a.persistent import DEFAULT_BUILD, load_persistent
 from fa4_a2a.signal import MAX_PARTS, PARTS, Flags
 
 P, ROWS, HEADS, D = 4, 1152, 6, 128
@@ -34,7 +34,7 @@ def test_kernel_keeps_its_registers(dtype, with_lse, sass):
 
 def test_tensor_core_work_is_the_persistent_kernels(sass):
     load_persistent(D, "bfloat16", "sm_90a", 132, with_lse=True)
-    theirs = sass(f"persistent-sm_90a-d{D}-bfloat16", tile=[128, 160], with_lse=True)
+    theirs = sass(f"persistent-sm_90a-d{D}-bfloat16", tile=[128, 160], with_lse=True, build=list(DEFAULT_BUILD))
     mma = lambda lines: [op for op in opcodes(lines) if op.startswith("HGMMA")]
     assert mma(read(sass)) == mma(theirs)
 
@@ -122,17 +122,13 @@ def test_table_of_steps():
 def test_calls_reach_the_launch(no_gpu):
     if not no_gpu:
         pytest.skip("the addresses are made up")
-    keys = device_view((P, KEYS, HEADS, D), (0, HEADS * D, D, 1))
-    queries = device_view((P, ROWS, HEADS, D))
-    outputs = device_view((P, ROWS, HEADS, D), (2**36, P * HEADS * D, D, 1))
-    lse = device_view((P, HEADS, ROWS), (2**35, ROWS, 1), code=FLOAT, bits=32)
     inputs = [device_view((1, ROWS, P * HEADS, D)) for _ in range(3)]
     tables = [device_view((n,), code=INT, bits=64) for n in (26, 4, 5)]
     blocks, counter = (device_view((n,), code=INT, bits=64) for n in (4, 1))
     flags = Flags.ADVANCE | Flags.PUBLISH | Flags.WAIT
-    publication = (blocks, 1, P, int(flags), 10**9, 1 << 41, counter)
+    publication = (blocks, counter, 1, P, int(flags), 10**9, 1 << 41)
     kernel = load_overlap(D, "bfloat16", "sm_90a", 132, with_lse=True)
-    attention = (queries, keys, keys, outputs, lse, D**-0.5, 1500, 54, 132)
+    attention = (*attention_views(P, ROWS, HEADS, D).values(), 1500, 54, 132)
     with pytest.raises(RuntimeError, match="Cuda"):
         kernel(*attention, *inputs, *tables, 2000, 2, 128, 7, *publication)
     inputs[1] = device_view((1, ROWS + 1, P * HEADS, D))

@@ -1,6 +1,8 @@
+from dataclasses import fields
+
 import pytest
 from cubin import beyond_what_is_left, cubins, no_local_memory, opcodes, uses
-from device_view import FLOAT, INT, device_view
+from device_view import FLOAT, INT, attention_views, device_view
 from fa4_a2a.cache import cached_kernels
 from fa4_a2a.forward import load_forward
 from fa4_a2a.persistent import PERSISTENT_TILES, Build, Order, load_persistent, persistent_tile
@@ -8,7 +10,6 @@ from fa4_a2a.signal import READY, Flags
 
 from fa_a2a.layout import tile_order
 
-SHARED_BYTES = 227 * 1024
 BUILDS = [
     Build(),
     Build(barriers="tile"),
@@ -102,12 +103,8 @@ def test_release_comes_after_the_stores(store, sass):
     assert all(i > fence for i in published)
 
 
-def test_shared_memory_holds_every_tile():
-    for head_dim, tiles in PERSISTENT_TILES.items():
-        for tile in tiles:
-            assert 2 * head_dim * (2 * tile.rows + 4 * tile.keys) + 1024 <= SHARED_BYTES
-    wide = 2 * 128 * (2 * 128 + 4 * 176)
-    assert wide > SHARED_BYTES, "why there is no 128x176"
+def test_tiles_are_those_that_leave_room_for_the_output():
+    assert PERSISTENT_TILES == {128: ((128, 160), (128, 144), (128, 128)), 64: ((192, 128), (128, 128))}
 
 
 @pytest.mark.parametrize(
@@ -127,22 +124,14 @@ def test_tile_orders(blocks, heads, chunks):
 
 @pytest.fixture
 def arguments():
-    """What a rank of four passes: keys shared by all chunks, O spread over the peers' mappings 128 GiB apart."""
-    return {
-        "q": device_view((P, ROWS, HEADS, D)),
-        "k": device_view((P, KEYS, HEADS, D), (0, HEADS * D, D, 1)),
-        "v": device_view((P, KEYS, HEADS, D), (0, HEADS * D, D, 1)),
-        "o": device_view((P, ROWS, HEADS, D), (2**36, P * HEADS * D, D, 1)),
-        "lse": device_view((P, HEADS, ROWS), (2**35, ROWS, 1), code=FLOAT, bits=32),
-        "scale": D**-0.5,
-    }
+    return attention_views(P, ROWS, HEADS, D)
 
 
 def test_calls_reach_the_launch(arguments, no_gpu):
     if not no_gpu:
         pytest.skip("the addresses are made up")
     with pytest.raises(RuntimeError, match="Cuda"):
-        load()(*arguments.values(), 3000, Order.OWN_LAST, num_sms=100)
+        load()(*arguments.values(), 3000, order=Order.OWN_LAST, num_sms=100)
     stamped = load(build=Build(stamps=True))
     words = stamped.stamp_words(P, ROWS, HEADS)
     assert words == 16 * P * 9 * HEADS
@@ -150,8 +139,22 @@ def test_calls_reach_the_launch(arguments, no_gpu):
         stamped(*arguments.values(), 3000, stamps=device_view((words,), code=INT, bits=64))
     blocks, counter = (device_view((n,), code=INT, bits=64) for n in (4, 1))
     flags = Flags.PUBLISH | Flags.WAIT
+    publication = (blocks, counter, 1, P, flags, 10**9, 1 << 41)
     with pytest.raises(RuntimeError, match="Cuda"):
-        load(build=Build(release=True))(*arguments.values(), 0, blocks, 1, P, flags, 10**9, 1 << 41, counter)
+        load(build=Build(release=True))(*arguments.values(), 0, publication)
+    with pytest.raises((ValueError, TypeError)):
+        load(build=Build(release=True))(*arguments.values(), 0)
+
+
+def test_a_release_has_one_order():
+    """What the library hands over, what the launch takes and what the kernel reads."""
+    from fa4_a2a.persistent import NO_PUBLICATION
+    from fa4_a2a.persistent_schedule import Release as InKernel
+
+    from fa_a2a.comm.symmetric import Release
+
+    assert [field.name for field in fields(InKernel)] == list(Release._fields)
+    assert len(NO_PUBLICATION) == len(Release._fields)
 
 
 WRONG = {

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from cubin import beyond_what_is_left, no_local_memory, opcodes, uses
-from device_view import FLOAT, INT, device_view
+from device_view import INT, attention_views, device_view
 from fa4_a2a.forward import load_forward
 from fa4_a2a.persistent import Build, Order, load_persistent, persistent_tile
 from fa4_a2a.signal import READY, Flags
@@ -95,11 +95,13 @@ def test_barrier_is_free():
 
 def make(head_dim, **choices):
     from cutlass import BFloat16
-    from fa4_a2a.persistent_sm100 import make_sm100
+    from fa4_a2a.forward_kernels import sm100_options
+    from fa4_a2a.persistent_sm100 import PersistentForwardSm100
     from fa4_a2a.toolchain import target
 
     with target(ARCH):
-        kernel = make_sm100(head_dim, persistent_tile(head_dim, ARCH), 1, Build(**choices))
+        options = sm100_options(head_dim, persistent_tile(head_dim, ARCH))
+        kernel = PersistentForwardSm100(Build(**choices), **options)
     kernel.dtype = BFloat16
     return kernel
 
@@ -142,15 +144,11 @@ def test_each_row_belongs_to_one_slice(head_dim, rows):
 def test_calls_reach_the_launch(no_gpu):
     if not no_gpu:
         pytest.skip("the addresses are made up")
-    d = 128
-    q = device_view((P, ROWS, HEADS, d))
-    k, v = (device_view((P, KEYS, HEADS, d), (0, HEADS * d, d, 1)) for _ in range(2))
-    o = device_view((P, ROWS, HEADS, d), (2**36, P * HEADS * d, d, 1))
-    lse = device_view((P, HEADS, ROWS), (2**35, ROWS, 1), code=FLOAT, bits=32)
+    attention = attention_views(P, ROWS, HEADS, 128).values()
     blocks, counter = (device_view((n,), code=INT, bits=64) for n in (4, 1))
-    release = (blocks, 1, P, Flags.PUBLISH | Flags.WAIT, 10**9, 1 << 41, counter)
+    publication = (blocks, counter, 1, P, Flags.PUBLISH | Flags.WAIT, 10**9, 1 << 41)
     with pytest.raises(RuntimeError, match="Cuda"):
-        load(*CASES[0])(q, k, v, o, lse, d**-0.5, 1000, *release, Order.OWN_LAST, num_sms=100)
+        load(*CASES[0])(*attention, 1000, publication, order=Order.OWN_LAST, num_sms=100)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_samples_to_profile_and_plot(samples, tmp_path):
     assert (tmp_path / "p/mine.png").stat().st_size > 10000
     assert "panel.png" in fa_a2a("plot", samples, "--out", "panel.png", cwd=tmp_path)
     audit = fa_a2a("audit", "--seq-len", 8192, "--heads", 24, "--profile", "p/mine.json", cwd=tmp_path)
-    assert audit.startswith("mine, bulk stores")
+    assert audit.startswith("profile mine: NVIDIA H200, 4 ranks, 2026-01-02.")
 
 
 def test_calibrate_says_what_is_wrong(samples, tmp_path, refusal):
@@ -221,12 +221,12 @@ def test_audit_says_which_bound_holds_and_every_term(tmp_path, capsys, refusal):
         assert term in out
     assert main([*shape, "--profile", "paper"]) == 0
     paper = capsys.readouterr().out
-    assert paper.startswith("paper, st stores")  # it has no other kind
+    assert "\npaper, st stores" in paper  # it has no other kind
     assert "capacity bound holds" in paper
     for wrong, message in (
         (("--ranks", 8, "--profile", "h200x4"), "h200x4 is for 4 ranks; got 8"),
-        (("--ranks", 8), "no shipped profile is for 8 ranks"),
-        (("--heads", 25), "heads must divide over the ranks"),
+        (("--ranks", 9), "profiles are shipped for GPUs of one host, at most 8 ranks; got --ranks 9"),
+        (("--heads", 3), "as many heads as ranks, got 3 heads over 4 ranks"),
         (("--profile", "h300"), "give a path, or one of"),
         (("--tile-rows", 0), "tile_rows must be at least 1"),
     ):

@@ -1,5 +1,6 @@
 """What the command refuses in one line before it starts anything, and how it ends when nobody reads."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import fa_a2a
-from fa_a2a import config, doctor
+from fa_a2a import cli, config, doctor
 from fa_a2a.bench import launch, main, table
 from fa_a2a.bench.timing import paired
 from fa_a2a.cli import main as command
@@ -40,6 +41,7 @@ def refusal(capsys, monkeypatch, tmp_path):
         ("--seq-lens 96 --ranks 3", "8 heads over 3 ranks; use a number of ranks that divides the heads"),
         ("--heads 8,6 --ranks 2,4", "6 heads over 4 ranks"),
         ("--ranks 1", "one rank has nothing to exchange"),
+        ("--ranks 2,33", "--ranks must be at most 32, which a group has at most, got 33"),
         ("--head-dim 12", "head_dim must be a multiple of 8, got 12"),
         ("--profile nonsense", "give a path, or one of ['h200x2', 'h200x4', 'paper']"),
         ("--out /dev/null/lines.jsonl", "--out cannot be written"),
@@ -59,7 +61,7 @@ def test_sweep(refusal, options, message, layer):
 @pytest.mark.parametrize("name", ["FA_A2A_TIMEOUT_S", "FA_A2A_COMPILE_TIMEOUT_S", "FA_A2A_ARENA_MIB"])
 def test_environment(refusal, monkeypatch, name):
     monkeypatch.setenv(name, "soon")
-    assert f"{name} must be a positive number, got 'soon'" in refusal("sweep", "--device", "cpu")
+    assert f"{name} must be a positive number, at most 1e+09, got 'soon'" in refusal("sweep", "--device", "cpu")
 
 
 def test_sweep_adds_to_no_foreign_file(refusal, tmp_path):
@@ -186,11 +188,48 @@ def test_options_and_their_checks_import_no_torch():
     assert done.stdout.strip() == "False", done.stderr
 
 
+def test_a_graph_on_cpus(refusal):
+    pytest.importorskip("diffusers")
+    assert "a CUDA graph needs a GPU" in refusal("dit", "--device", "cpu", "--modes", "eager,graph")
+
+
+def test_one_gpu_is_no_several(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(config.ConfigurationError, match="this measures several GPUs, and the machine has one"):
+        main.rank_counts(None, "cuda")
+
+
+def options_of(parser):
+    return [a for a in parser._actions if a.help != argparse.SUPPRESS]
+
+
+def test_every_command_and_every_option_says_what_it_is():
+    (commands,) = (a.choices for a in options_of(cli._parser()) if isinstance(a, argparse._SubParsersAction))
+    for name, parser in commands.items():
+        assert parser.description.endswith("."), name
+        silent = [a.dest for a in options_of(parser) if not a.help]
+        assert not silent, (name, silent)
+        for action in options_of(parser):  # a default is said, unless it is none
+            assert (
+                action.default in (None, False, 0.0, argparse.SUPPRESS)
+                or isinstance(action.default, Path)
+                or ("default" in action.help or ";" in action.help)
+            ), (name, action.dest)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"fa_a2a {fa_a2a.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--calls 3", "--calls must be at least 10, got 3"),
         ("--ranks 1", "one rank has nothing to exchange"),
+        ("--ranks 99", "--ranks must be at most 32"),
         ("--delays-us -1", "--delays-us must be from 0"),
         ("--delays-us nan", "--delays-us must be from 0"),
         ("--traffic", "--traffic is about the links between GPUs"),

@@ -35,6 +35,16 @@ def test_readme_table():
     assert len(both.splitlines()) == 3 and " 180.0 / 180.0 | 90.0 / 90.0 | 60.0 / 60.0 |" in both
 
 
+def test_readme_table_takes_differences_from_checks_where_a_run_has_none():
+    check = line("fa_a2a", None, kind="dit_check", max_difference=0.2, content_hash=record.content_hash("dit_check"))
+    old = run()
+    for x in old:
+        del x["wrong_difference"]
+    assert readme.dit_table([*old, check]).splitlines()[2].endswith("| - / 1.50 | 0.050 |")
+    alone = readme.dit_table([*run(), {**check, "world_size": 8}]).splitlines()
+    assert alone[3] == "| 8 | flux 1024x1024 | 4608 | - / - | - / - | - / - | - / - | - / - | 0.050 |"
+
+
 def test_row():
     row = " ".join(table.dit_row(line("fa_a2a", 60.0, speedup_over_single=3.0, note="single eager only: no")).split())
     assert row == "4 flux 1024x1024 4608 fa_a2a graph 60.00 3.00 0.1 3.0 - fa4 single eager only: no"

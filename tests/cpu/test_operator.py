@@ -99,14 +99,19 @@ def test_flash_attention_4_is_not_asked_for_scales_that_its_masks_cannot_bear():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_autocast_leaves_the_dtype_of_torchs_attention(alone, dtype):
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+def test_autocast_changes_nothing(alone, dtype, kernel):
     q, k, v = inputs(dtype)
-    layer = UlyssesAttention(kernel="torch")
-    want = layer(q, k, v)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = layer(q, k, v)
-    assert out.dtype == dtype
-    assert torch.equal(out, want)
+    layer = UlyssesAttention(kernel=kernel)
+    norm = fa_a2a.NormRope(*torch.rand(2, 16), cos=torch.rand(24, 16), sin=torch.rand(24, 16))
+    lse = [{"return_lse": True}] if kernel == "cpu" else []
+    for options in ({}, {"causal": True}, {"key_lengths": [24, 7]}, {"norm_rope": norm}, *lse):
+        want = layer(q, k, v, **options)
+        for narrow in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", narrow):
+                got = layer(q, k, v, **options)
+            for a, b in zip(got if lse == [options] else [got], want if lse == [options] else [want]):
+                assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_error_leaves_the_group_usable(alone):
@@ -134,7 +139,7 @@ def test_gradients_are_refused_unless_grad_mode_is_off(alone):
         ({"kernel": "fa5"}, "kernel must be 'auto' or one of cpu, torch, fa4, fa3, got 'fa5'"),
         ({"kernel": None}, "kernel must be"),
         ({"exchange": "nccl"}, "exchange must be 'auto' or one of overlapped, fused, collective, got 'nccl'"),
-        ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
+        ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, at most 1e.09, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be"),
         ({"timeout_s": "soon"}, "timeout_s must be"),
     ],

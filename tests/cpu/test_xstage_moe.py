@@ -1,5 +1,6 @@
 """MegaMoE's schedules: Algorithm 1 as written, Table 2's rows, and in simulation the floor and the knee of the lead."""
 
+import dataclasses
 import statistics
 from functools import lru_cache
 
@@ -8,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_a2a.errors import ConfigurationError
+from fa_a2a.xstage import burst_gap as bg
 from fa_a2a.xstage.moe import MoeTimes, Streams, Tile, from_spans, interleaved, knee_lead, waves
 from fa_a2a.xstage.moe_run import simulate_moe
 
-# Table 2 of the paper, us: span wave / interleaved, main loops L2 / L1, predicted stall wave
+# Table 2 of the paper, us: span wave / interleaved, main loops L2 / L1, stall wave predicted
 TABLE_2 = {
     "DiT-MoE": (9.93, 3.77, 5.30, 9.77, 4.63),
     "Qwen3.5": (9.17, 3.82, 4.24, 14.40, 4.94),
@@ -21,6 +23,16 @@ TABLE_2 = {
     "DSv4-Flash": (9.48, 3.83, 8.01, 7.40, 1.47),
     "DSv4-Pro": (7.88, 3.55, 9.54, 11.57, 0.0),
 }
+MEASURED_STALL = {  # of the same table, us: wave, interleaved
+    "DiT-MoE": (4.18, 0.04),
+    "Qwen3.5": (4.31, 0.04),
+    "Hy3": (3.08, 0.05),
+    "MiMo-V2.5": (0.71, 0.05),
+    "GLM-5.2": (0.92, 0.04),
+    "DSv4-Flash": (0.65, 0.05),
+    "DSv4-Pro": (0.06, 0.04),
+}
+PAPER_Q_BYTES = 4.25 * 1024**2
 INSTANCES = 74  # pairs of 148 SMs
 L2_PAIRS = 14
 
@@ -36,8 +48,8 @@ def streams(model, rows_each=20):
 
 
 @lru_cache(maxsize=64)
-def ran(model, schedule, lead=1):
-    whole = streams(model)
+def ran(model, schedule, lead=1, rows_each=20):
+    whole = streams(model, rows_each)
     return simulate_moe(whole, times(model), instances=INSTANCES, schedule=schedule, lead=lead, wave_rows=whole.rows)
 
 
@@ -48,6 +60,54 @@ def test_table_2_stalls(model):
     assert found.stall_us("waves") == pytest.approx(TABLE_2[model][-1], abs=0.011)
     assert found.stall_us("interleaved") == 0
     assert found.recovers and found.span_us("interleaved") == TABLE_2[model][1]
+
+
+@pytest.mark.parametrize("model", TABLE_2)
+def test_table_2_stalls_as_measured(model):
+    """What the paper measured at the tensor cores: 0.4 to 0.9 us below the prediction where that is above 1 us, by the
+    wave schedule; and where nothing is predicted, below 0.1 us."""
+    found, (wave, merged) = times(model), MEASURED_STALL[model]
+    assert found.stall_us("interleaved") == 0 and merged < 0.1
+    if found.stall_us("waves") > 1:
+        assert 0.4 < found.stall_us("waves") - wave < 0.9
+    else:
+        assert found.stall_us("waves") == 0 and wave < 0.1
+
+
+def test_the_paper_measured_the_stalls_in_the_predicted_order():
+    """All pairs of rows but MiMo-V2.5 and DSv4-Flash, which are predicted 0.02 us apart."""
+    for a in TABLE_2:
+        for b in TABLE_2:
+            if times(a).stall_us("waves") > times(b).stall_us("waves") + 0.03:
+                assert MEASURED_STALL[a][0] > MEASURED_STALL[b][0]
+
+
+def test_linear_1_cancels_issue_time_one_for_one():
+    """The paper's relation between the schedules' overheads, and its criterion as the rate bound of the longer gap, for
+    every row, and with a hundredth to all of Linear-1 put in between."""
+    for model in TABLE_2:
+        row = times(model)
+        for share in (0.01, 0.1, 0.3, 0.6, 1.0):
+            some = dataclasses.replace(row, tile_ratio=share * row.tile_ratio)
+            over = {name: some.span_us(name) - some.floor_us for name in ("waves", "interleaved")}
+            assert over["interleaved"] == pytest.approx(max(0.0, over["waves"] - some.tile_ratio * some.l1_us))
+            burst = {"volume_bytes": some.drain_us * 717e3, "rate_gb_s": 717.0, "floor_us": some.floor_us}
+            bounds = bg.design_bounds(**burst, gap_us=some.gap_us("interleaved"), capacity_bytes=0.0)
+            assert bounds.rate_holds == some.recovers
+
+
+@pytest.mark.parametrize("model", TABLE_2)
+def test_the_papers_capacity_is_enough_for_the_floor(model):
+    """V as inferred from the spans is 9 to 12 MiB, more than twice the paper's Q of 4.25: in step such bursts stall,
+    but not for long. The median tile stays at the floor, and the layer takes 2 % more at most than on a path that
+    holds all."""
+    whole, row = streams(model), times(model)
+    assert row.drain_us * 717e3 > 2 * PAPER_Q_BYTES
+    lead = knee_lead(tile_columns=1, num_sms=2 * INSTANCES, inter_features=whole.l1_pairs) + 2
+    how = {"instances": INSTANCES, "schedule": "interleaved", "lead": lead}
+    run = simulate_moe(whole, row, **how, capacity_bytes=PAPER_Q_BYTES)
+    assert run.median_span_us() == pytest.approx(row.floor_us, abs=0.01)
+    assert run.end_us < 1.02 * ran(model, "interleaved", lead).end_us
 
 
 @pytest.mark.parametrize("model", TABLE_2)
@@ -62,18 +122,24 @@ def test_in_simulation_interleaving_reaches_the_floor(model):
     assert run.end_us < ran(model, "waves").end_us
 
 
-@pytest.mark.parametrize("model", ["DiT-MoE", "Qwen3.5", "MiMo-V2.5", "DSv4-Pro"])
+@pytest.mark.parametrize("model", TABLE_2)
 def test_a_lead_below_the_knee_starves(model):
-    """An instance's wait for Linear-1: near nothing two rows above the knee, more than ten times that with a lead of
-    1, where the layer takes more than twice as long. Beyond the knee nothing is gained."""
+    """Every row of Table 2. The smallest lead at which the layer takes 2 % more at most than with the best one lies 3
+    rows below D_knee to 1 above it. Below that, each row less costs more; with a lead of 1 the layer takes more than
+    1.7 times as long. Beyond, nothing is gained, and the end of Linear-2 alone grows: 8 % at most at twice the knee."""
     whole = streams(model)
     knee = knee_lead(tile_columns=1, num_sms=2 * INSTANCES, inter_features=whole.l1_pairs)
     assert knee == -(-INSTANCES // whole.l1_pairs)  # rows that one stride of all instances touches
-    low, enough, more = (ran(model, "interleaved", lead) for lead in (1, knee + 2, 2 * knee + 4))
-    assert enough.total_starved_us < 6.0 * INSTANCES
-    assert low.total_starved_us > 10 * enough.total_starved_us
-    assert low.end_us > 2 * enough.end_us
-    assert more.end_us == pytest.approx(enough.end_us, rel=0.02)
+    leads = sorted({1, *range(max(1, knee - 4), knee + 2), 2 * knee + 4})
+    runs = {lead: ran(model, "interleaved", lead, rows_each=8) for lead in leads}
+    enough = min(run.end_us for run in runs.values())
+    found = min(lead for lead, run in runs.items() if run.end_us < 1.02 * enough)
+    assert knee - 3 <= found <= knee + 1
+    starved = [runs[lead].total_starved_us for lead in leads if lead <= found]
+    assert starved == sorted(starved, reverse=True) and starved[0] > 10 * starved[-1]
+    assert runs[1].end_us > 1.7 * enough
+    assert starved[-1] < 15.0 * INSTANCES
+    assert runs[leads[-1]].end_us < 1.08 * enough
 
 
 def test_knee_of_the_paper():

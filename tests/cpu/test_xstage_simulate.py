@@ -60,6 +60,17 @@ def test_in_step_the_path_runs_dry_and_drift_mends_it():
     assert spread[3] == pytest.approx(DRAIN - 1e6 / RATE / 1e3, abs=FLOOR + 3)
 
 
+def test_the_smaller_the_turns_the_longer_until_the_max_law():
+    """Bursts until the period is the max law's to 2 %, by slices: whole bursts in turn are apart after one."""
+    needed = []
+    for slices in (1, 8, 32, 128):
+        starts = periodic(20.0, 12, 1e6, slices=slices).starts_us
+        at = [statistics.mean(s[n + 1] - s[n] for s in starts) for n in range(11)]
+        needed.append(next(n for n, us in enumerate(at) if us < 1.02 * 20.7))
+        assert at == sorted(at, reverse=True) or at[-1] == pytest.approx(20.7, abs=0.01)
+    assert needed == [1, 2, 3, 4]
+
+
 def test_what_comes_out_is_what_went_in():
     path = Path(100.0, 5000.0)
 
@@ -117,6 +128,7 @@ def test_attention_properties(seq_len, heads, kernel, spread):
     shape = chosen.shape(batch=1, seq_len=seq_len, num_heads=2 * heads, head_dim=128, num_ranks=2)
     found = simulate_attention(shape, profile, chosen, spread=spread)
     volume = shape.chunk_tiles * shape.tile_bytes
+    assert found.cost_us <= simulate_attention(shape, profile, chosen).cost_us + 0.2, "in step is the worst case"
     assert -1e-6 <= found.tail_us <= volume / RATE / 1e3 + 1e-6
     assert found.arrived_us[1] <= found.end_us + found.tail_us + 1e-6
     assert found.peak_bytes <= volume

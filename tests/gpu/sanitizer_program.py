@@ -42,7 +42,7 @@ def persistent(device, arch, dim, tile):
     stock, ours = kernels(arch, dim, torch.bfloat16, tile, "default", release=True)
     case, signals = Case(device, 2, 129, 2, 258, dim, torch.bfloat16), Signals(device)
     want = case.run(stock)
-    got = case.run(ours, 1500, *signals.arguments(Flags.PUBLISH))
+    got = case.run(ours, 1500, signals.publication(Flags.PUBLISH))
     assert all(torch.equal(a, b) for a, b in zip(want, got))
 
 

@@ -148,7 +148,7 @@ def test_release_publishes_the_epoch(device, fa3, flags):
     counter = torch.zeros(1, dtype=torch.int64, device=device)
     record = torch.zeros(8, dtype=torch.int64, pin_memory=True)
     peers = torch.tensor([block.data_ptr()], device=device)
-    release = Release(peers, 0, 1, record.data_ptr(), counter, flags, 10**9)
+    release = Release(peers, counter, 0, 1, flags, 10**9, record.data_ptr())
     sink = local_sink(shape, torch.bfloat16, device)
     (launch,) = kernel.launches(q, k, v, 128**-0.5, sink, False, release)
     for call in range(1, 4):

@@ -42,8 +42,8 @@ elif arguments["attention"]:
     arch = "sm_{{}}{{}}a".format(*torch.cuda.get_device_capability())
     attend = load_persistent(arguments["attention"], "bfloat16", arch, 1, build=Build(release=True))
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
-    release = (table, 0, 3, arguments["flags"], arguments["deadline_ns"], record.data_ptr(), counter)
-    attend(q, q, q, torch.empty_like(q), None, 0.1, 0, *release)
+    publication = (table, counter, 0, 3, arguments["flags"], arguments["deadline_ns"], record.data_ptr())
+    attend(q, q, q, torch.empty_like(q), None, 0.1, 0, publication)
 else:
     signal(table, 0, 3, arguments["word"], arguments["flags"], 5, arguments["deadline_ns"], record.data_ptr())
 try:

@@ -20,13 +20,6 @@ SHAPES = [  # ranks, rows of a rank, local heads
 ]
 
 
-@pytest.fixture
-def arch(device, need):
-    capability = torch.cuda.get_device_capability(device)
-    need("gpu", capability == (9, 0), f"the overlapped kernel is for compute capability 9.0, this is {capability}")
-    return "sm_90a"
-
-
 @cache
 def kernels(arch, dtype=torch.bfloat16, with_lse=True):
     """(stock, overlapped)"""
@@ -131,7 +124,7 @@ class Rank:
             self.o, self.lse, 128**-0.5, 1500, own_first, num_sms,
         )  # fmt: skip
         publication = (
-            self.table, self.rank, self.ranks, flags, 5 * 10**9, self.record.data_ptr(), self.counter
+            self.table, self.counter, self.rank, self.ranks, flags, 5 * 10**9, self.record.data_ptr()
         )  # fmt: skip
         self.plan(attention, inputs, send_pace_ns, MARK, publication)
 

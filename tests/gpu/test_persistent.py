@@ -40,13 +40,6 @@ OTHERS = [  # head_dim, dtype, tile, build
 ]
 
 
-@pytest.fixture
-def arch(device, need):
-    capability = torch.cuda.get_device_capability(device)
-    need("gpu", capability == (9, 0), f"the persistent kernel is for compute capability 9.0, this is {capability}")
-    return "sm_90a"
-
-
 @cache
 def kernels(arch, dim, dtype, tile, build, with_lse=True, **more):
     """(stock, persistent)"""
@@ -168,8 +161,8 @@ class Signals:
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, pin_memory=True)
 
-    def arguments(self, flags, deadline_ns=5 * 10**9):
-        return self.table, self.rank, RANKS, int(flags), deadline_ns, self.record.data_ptr(), self.counter
+    def publication(self, flags, deadline_ns=5 * 10**9):
+        return self.table, self.counter, self.rank, RANKS, int(flags), deadline_ns, self.record.data_ptr()
 
 
 @pytest.mark.parametrize("build", ["default", "step"])
@@ -187,7 +180,7 @@ def test_release_publishes_the_epoch_to_every_rank(device, arch, build, epoch, s
         if Flags.WAIT in Flags(flags):  # the peers have published already
             before[signals.rank, READY : READY + RANKS] = epoch
             signals.blocks.copy_(before)
-        got = case.run(persistent, 1500, *signals.arguments(flags))
+        got = case.run(persistent, 1500, signals.publication(flags))
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(want, got))
         if flags:
@@ -204,12 +197,12 @@ def test_graph_replays_advance(device, arch):
     case, signals = Case(device, 4, 300, 6, 1200, 128, torch.bfloat16), Signals(device)
     want = case.run(stock)
     call = (case.q, case.k, case.v, case.o, case.lse, case.scale, 1500)
-    persistent(*call, *signals.arguments(Flags.ADVANCE | Flags.PUBLISH))
+    persistent(*call, signals.publication(Flags.ADVANCE | Flags.PUBLISH))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            persistent(*call, *signals.arguments(Flags.ADVANCE | Flags.PUBLISH))
+            persistent(*call, signals.publication(Flags.ADVANCE | Flags.PUBLISH))
     for n in range(1, 20):
         case.poison()
         graph.replay()

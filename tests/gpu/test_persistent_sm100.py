@@ -56,7 +56,7 @@ def test_release_publishes_the_epoch_to_every_rank(device, dim, shape):
     expected = signals.blocks.clone()
     expected[:, READY + signals.rank] = 42
     for _ in range(10):
-        got = case.run(persistent, 1500, *signals.arguments(Flags.PUBLISH | Flags.WAIT))
+        got = case.run(persistent, 1500, signals.publication(Flags.PUBLISH | Flags.WAIT))
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(want, got))
         assert torch.equal(signals.blocks, expected)

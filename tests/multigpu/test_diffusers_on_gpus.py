@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("diffusers")
+from fa_a2a import config
 from fa_a2a.bench import dit_models
 from fa_a2a.comm.group import resolve
+from fa_a2a.errors import ConfigurationError
 from fa_a2a.integrations import diffusers as fa
 from fa_a2a.integrations.graph import GraphedForward
 from fa_a2a.ops.kernel_choice import BEST_KNOWN
@@ -65,8 +67,23 @@ def test_mask_over_padded_text(backend):
     assert close(run(several, inputs), want)
     changed = inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"].masked_fill(~mask[..., None], 7.0)}
     assert close(run(several, changed), want)  # what is masked takes no part
+    images = inputs["hidden_states"].shape[1]
+    assert {p.exchange for p in resolve(None).plans.values() if p.request.key_lengths == (images + 41,)} == {"fused"}
 
 
+def test_a_graph_keeps_the_mask_it_was_captured_with(backend):
+    mask = torch.arange(64, device=backend)[None] < 41
+    _, several, inputs = models("qwen", backend, encoder_hidden_states_mask=mask)
+    graphed = GraphedForward(several, **inputs)
+    assert torch.equal(graphed(**inputs)[0].clone(), run(several, inputs))
+    assert torch.equal(
+        graphed(**inputs | {"encoder_hidden_states_mask": mask.clone()})[0].clone(), run(several, inputs)
+    )
+    with pytest.raises(ConfigurationError, match="which keys take part"):
+        graphed(**inputs | {"encoder_hidden_states_mask": mask.roll(1, 1)})
+
+
+@pytest.mark.skipif(config.share_gpu(), reason="gloo's collectives cannot be captured")
 @pytest.mark.parametrize("name", ["flux", "wan", "qwen"])
 def test_graph_of_the_whole_forward_takes_new_inputs(backend, name):
     _, several, inputs = models(name, backend)

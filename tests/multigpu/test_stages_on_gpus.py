@@ -5,6 +5,7 @@ side: three rounds of 10 to 20 s, of which LIMIT_S is the most.
 """
 
 import pytest
+import torch
 import two_ranks
 from stage_program import DEADLINE_S, GOOD_CALLS
 
@@ -22,7 +23,10 @@ STAGES = {
 SETTINGS = {
     "nobody": None,
     "nvshmem before": None,
-    "one visible GPU": lambda rank: {"CUDA_VISIBLE_DEVICES": str(rank), "LOCAL_RANK": "0"},
+    "one visible GPU": lambda rank: {
+        "CUDA_VISIBLE_DEVICES": str(rank % torch.cuda.device_count()),
+        "LOCAL_RANK": "0",
+    },
 }
 
 

@@ -17,9 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fa_a2a import config
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-AT_ONCE = 5
+SLOWER = 4 if config.share_gpu() else 1  # processes that share a GPU also take turns while they start
+AT_ONCE = 5 if SLOWER == 1 else 3
 GRACE_S = 3.0  # for rank 1 once rank 0 has ended: a stopped process does not end by itself
 TAIL = 3000  # characters of a rank's errors
 
@@ -104,7 +107,7 @@ def run(programs, limit_s):
     """programs: name -> (arguments of Python, environ(rank) or None). Returns name -> [(JSON, errors)] by rank: the
     last line of JSON that it printed or None, and the end of its standard error with how it ended. All of them together
     take limit_s and five seconds more at most."""
-    waiting, running, done = list(programs.items()), {}, {}
+    waiting, running, done, limit_s = list(programs.items()), {}, {}, limit_s * SLOWER
     until = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -39,6 +39,11 @@ def qwen_masked() -> tuple[Any, dict[str, Any]]:
     return of_bench("qwen", batch=2, encoder_hidden_states_mask=mask)
 
 
+def qwen_padded(*valid: int) -> tuple[Any, dict[str, Any]]:
+    """Two prompts of different lengths."""
+    return of_bench("qwen", batch=2, encoder_hidden_states_mask=lengths(*valid))
+
+
 def hunyuan_video() -> tuple[Any, dict[str, Any]]:
     from diffusers import HunyuanVideoTransformer3DModel
 
@@ -98,6 +103,8 @@ MODELS = {
     "qwen": lambda: of_bench("qwen"),
     **{"qwen_masked": qwen_masked, "hunyuan_video": hunyuan_video, "sd3": sd3, "cogvideox": cogvideox},
     "z_image": z_image,
+    "qwen_padded": lambda: qwen_padded(TEXT - 5, 7),
+    "qwen_unpadded": lambda: qwen_padded(TEXT, TEXT),
 }
 
 

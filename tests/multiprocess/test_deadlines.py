@@ -103,12 +103,13 @@ def bad_deadline_of_the_second_half(rank, size):
     for timeout_s in (-1.0, float("nan")):
         shards = scatter_heads(*inputs(rank, size), **FUSED)
         outcomes.append(attempt(attention_gather, shards, timeout_s=timeout_s).error)
-        attention_gather(shards)
+        outcomes.append(attempt(attention_gather, shards).error)  # used up
     return outcomes, works(rank, size)
 
 
-def test_bad_deadline_of_the_second_half_is_refused_before_anything_happens(ranks):
-    assert ranks(2).run(bad_deadline_of_the_second_half) == [(["ConfigurationError"] * 2, True)] * 2
+def test_bad_deadline_of_the_second_half_is_refused_after_it(ranks):
+    errors = ["ConfigurationError", "WorkspaceError"] * 2
+    assert ranks(2).run(bad_deadline_of_the_second_half) == [(errors, True)] * 2
 
 
 def mostly_good(rank, size, calls):

@@ -149,6 +149,10 @@ def refused(rank, size, name):
         "mask of rows": {"attn_mask": torch.ones(1, 1, SEQ // size, SEQ // size, dtype=torch.bool)},
         "ring": {},
         "grad": {"attn_mask": shard(keys_valid(), rank, size)},
+        "scale": {"scale": [0.5], "attn_mask": shard(keys_valid(), rank, size)},
+        "no mask": {"attn_mask": [True]},
+        "one rank's scale": {"attn_mask": shard(keys_valid(), rank, size), "scale": [0.5] if rank else 0.5},
+        "one rank's mask": {"attn_mask": [True] if rank else shard(keys_valid(), rank, size)},
         "ranks differ": {"attn_mask": shard(keys_valid(), rank, size)[: None if rank else 1]},
     }[name]
     if name == "ring":
@@ -171,6 +175,10 @@ def refused(rank, size, name):
         ("ring", "UnsupportedError", "on GPUs only"),
         ("grad", "UnsupportedError", "torch.no_grad()"),
         ("ranks differ", "PeerMismatchError", "rank 0"),
+        ("scale", "ConfigurationError", "scale must be a finite number or None, got [0.5]"),
+        ("no mask", "ShapeError", "a mask must be a tensor or None, got list"),
+        ("one rank's scale", "PeerMismatchError", "scale must be a finite number"),
+        ("one rank's mask", "PeerMismatchError", "a mask must be a tensor"),
     ],
 )
 def test_refused_on_every_rank(ranks, name, error, text):

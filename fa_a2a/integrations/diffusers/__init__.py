@@ -5,7 +5,7 @@ from fa_a2a.integrations import diffusers as fa
 
 fa.enable()
 model.set_attention_backend("fa_a2a")
-model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=P))   # or fa.parallelize(model, config)
+fa.parallelize(model, ContextParallelConfig(ulysses_degree=P))   # enable_parallelism, and what padded text needs
 """
 
 from .plans import parallelize

@@ -5,8 +5,10 @@ owns both exchanges. The ways:
 
   no parallel config       local attention on what it got: a model on one GPU, and Wan's cross-attention, whose keys and
                            values are whole on every rank. torch's SDPA, through diffusers' own function
-  Ulysses, plain call      UlyssesAttention: the fused exchange where it runs
-  Ulysses, mask, GQA,      collectives around torch's SDPA (masked.py), since the fused kernels take none of these yet;
+  Ulysses, plain call or   UlyssesAttention: the fused exchange where it runs
+  grouped queries
+  Ulysses, padded text     likewise with key lengths, in models that `parallelize` has prepared for it (joint.py)
+  Ulysses, other masks,    collectives around torch's SDPA (masked.py), since the fused kernels take none of these;
   other keys than queries  said once in the log
   ring, "anything" modes   diffusers' own parallel attention, said once in the log
 What none of these carries out is refused on every rank; attention over a shard alone is never the fallback.
@@ -26,8 +28,10 @@ from ...errors import FaA2AError, UnsupportedError
 from ...nn import UlyssesAttention
 from ...ops import schema
 from ...ops.functional import find_plan
-from . import masked
+from . import joint, masked
+from .joint import Joint
 
+NAME = "fa_a2a"
 log = logging.getLogger("fa_a2a")
 
 Function = Callable[..., torch.Tensor]
@@ -58,8 +62,8 @@ _with_lse: Function | None = None
 _routes: dict[int, _Route] = {}
 _told: set[str] = set()
 _MASKED = (
-    "attention with a mask, grouped queries or other keys than queries takes collectives around torch's attention: the "
-    "fused path takes plain self-attention only"
+    "attention with other keys than queries, or with a mask that is not known to be of padded text, takes collectives "
+    "around torch's attention: the fused path takes self-attention with key lengths only"
 )
 
 
@@ -106,13 +110,16 @@ def attention(
     if route.attention is None:
         assert route.theirs is not None
         return route.theirs(*given, _parallel_config=_parallel_config)
-    layer = route.attention
-    if not (dropout_p or is_causal or return_lse or masked.is_needed(query, key, value, attn_mask)):
+    layer, padded = route.attention, joint.of(_parallel_config)
+    error = _refusal(dropout_p, is_causal, return_lse, padded, attn_mask)
+    if error is None and not masked.is_needed(query, key, value, attn_mask, enable_gqa):
+        if padded is not None:
+            return _with_lengths(query, key, value, padded, lambda *qkv, **kw: layer(*qkv, scale, **kw))
         out = layer(query, key, value, scale)
         assert isinstance(out, torch.Tensor)
         return out
     group = layer._resolve()
-    if (error := _refusal(dropout_p, is_causal, return_lse)) is not None:
+    if error is not None:
         find_plan(group, query, key, value, None, False, layer.kernel, layer.exchange, layer.timeout_s, refused=error)
     _tell(_MASKED)
     return masked.attend(query, key, value, attn_mask, scale, enable_gqa, group, layer.timeout_s)
@@ -138,17 +145,33 @@ def _traced(
             *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse),
             _parallel_config=config,
         )
-    if (error := _refusal(dropout_p, is_causal, return_lse)) is not None:
+    padded = joint.of(config)
+    if (error := _refusal(dropout_p, is_causal, return_lse, padded, attn_mask)) is not None:
         raise error
     group = context._ulysses_mesh.get_group().group_name
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    if masked.is_needed(query, key, value, attn_mask):
+    if masked.is_needed(query, key, value, attn_mask, enable_gqa):
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
         out: torch.Tensor = masked.operator(query, key, value, attn_mask, group, factor, enable_gqa, _options.timeout_s)
         return out
-    both: tuple[torch.Tensor, torch.Tensor] = schema.ulysses_attention(
-        query, key, value, group, _options.kernel, _options.exchange, factor, False, _options.timeout_s
-    )
+    options = (group, _options.kernel, _options.exchange, scale, False, _options.timeout_s)
+    if padded is not None:
+        operator = schema.ulysses_attention
+        return _with_lengths(query, key, value, padded, lambda *qkv, **kw: operator(*qkv, *options, **kw)[0])
+    both: tuple[torch.Tensor, torch.Tensor] = schema.ulysses_attention(query, key, value, *options)
     return both[0]
+
+
+def _with_lengths(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padded: Joint, layer: Callable[..., Any]
+) -> torch.Tensor:
+    """The layer with the forward's key lengths. They count text last, so text that comes first is moved behind the
+    image and back."""
+    text = padded.text
+    if text > 0:
+        q, k, v = (torch.cat([x[:, text:], x[:, :text]], 1) for x in (q, k, v))
+    lengths = padded.tensor if torch.compiler.is_compiling() else padded.lengths
+    out: torch.Tensor = layer(q, k, v, key_lengths=lengths, replicated_text=-abs(text))
+    return torch.cat([out[:, -text:], out[:, :-text]], 1) if text > 0 else out
 
 
 def _find_route(config: Any) -> _Route:
@@ -180,13 +203,29 @@ def _handed_over(context: Any, device: str) -> tuple[Function | None, str]:
     return None, ""
 
 
-def _refusal(dropout_p: float, is_causal: bool, return_lse: bool) -> FaA2AError | None:
+def owns_exchange(name: Any, context: Any) -> bool:
+    """Whether attention with this backend of a processor, None for the active one, comes to `UlyssesAttention`."""
+    if _options is None or context is None or context.ring_degree > 1 or context.ulysses_anything:
+        return False
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    return bool((active if name is None else name) == NAME)
+
+
+def _refusal(
+    dropout_p: float, is_causal: bool, return_lse: bool, padded: Joint | None, attn_mask: torch.Tensor | None
+) -> FaA2AError | None:
     if dropout_p:
         return UnsupportedError(f"dropout_p={dropout_p} in sequence-parallel attention; there is no backward, pass 0.0")
     if is_causal:
         return UnsupportedError(
             "is_causal=True in sequence-parallel attention: where text and image are sharded both, the gathered order "
             "of the tokens is not the model's, so what comes before what cannot be known here; set another backend"
+        )
+    if padded is not None and attn_mask is not None:
+        return UnsupportedError(
+            "a mask of attention's own beside the padded text of the model's; leave one of them out"
         )
     if return_lse:
         return UnsupportedError("return_lse=True through diffusers; call fa_a2a.UlyssesAttention for the log-sum-exp")

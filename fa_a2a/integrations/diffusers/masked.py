@@ -1,8 +1,8 @@
-"""Attention that the fused path does not take yet: the exchanges as collectives, torch's SDPA between them.
+"""Attention that the fused path does not take: the exchanges as collectives, torch's SDPA between them.
 
-Masks over the keys, fewer key heads than query heads, and another number of keys than queries. A mask is sharded like
-the keys it belongs to, so it is gathered in their order. Whether it is all true is not asked: the answer would stop
-the host in every layer. When UlyssesAttention takes masks, the calls that it takes go there, from `backend.attention`.
+Masks over the keys, and another number of keys than queries. A mask is sharded like the keys it belongs to, so it is
+gathered in their order. Whether it is all true, or one of padded keys, is not asked here: the answer would stop the
+host in every layer. It is asked where a model is given its mask, once (joint.py), for models known to have one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ import torch.nn.functional as F
 from ...comm import collectives
 from ...comm.group import Group, resolve
 from ...errors import ConfigurationError, FaA2AError, PeerMismatchError, ShapeError, UnsupportedError
+from ...ops.arguments import scale_problem, shown
 
 _agreed: weakref.WeakKeyDictionary[Group, set[object]] = weakref.WeakKeyDictionary()
 
 
-def is_needed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    return mask is not None or k.shape != q.shape or v.shape != q.shape
+def is_needed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool = False
+) -> bool:
+    if mask is not None:
+        return True
+    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in (q, k, v)):
+        return False  # UlyssesAttention refuses it
+    if enable_gqa and q.shape[2] % max(k.shape[2], 1) == 0 and k.shape == v.shape:  # which UlyssesAttention groups
+        return k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]
+    return not k.shape == v.shape == q.shape
 
 
 def attend(
@@ -43,7 +52,8 @@ def attend(
     _agree(q, k, v, mask, scale, enable_gqa, group, timeout_s)
     q, k, v = (collectives.scatter_heads(x, group).transpose(1, 2) for x in (q, k, v))
     whole = None if mask is None else gather_mask(mask, group)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=whole, scale=scale, enable_gqa=enable_gqa)
+    with torch.autocast(q.device.type, enabled=False):  # which would change the output's dtype
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=whole, scale=scale, enable_gqa=enable_gqa)
     return collectives.gather_heads(out.transpose(1, 2), group)
 
 
@@ -59,9 +69,22 @@ def gather_mask(mask: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _problem(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool, size: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    size: int,
 ) -> FaA2AError | None:
     """Why no rank can take this call."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.dim() != 4:
+            return ShapeError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {_kind(x)}")
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        return ShapeError(f"a mask must be a tensor or None, got {_kind(mask)}")
+    if (refused := scale_problem(scale)) is not None:
+        return refused
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return UnsupportedError(
             "q, k or v requires grad, and there is no backward; call the model under torch.no_grad()"
@@ -93,6 +116,11 @@ def _problem(
     return None
 
 
+def _kind(x: object) -> object:
+    """What ranks compare of a tensor, or of what is none."""
+    return (tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else type(x).__name__
+
+
 def _agree(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -105,15 +133,15 @@ def _agree(
 ) -> None:
     """Collectives on differing shapes hang or mix data up, so a call's kind is compared when it is first seen."""
     group.check_usable()
-    shapes = (q.shape, k.shape, v.shape, None if mask is None else mask.shape)
-    kind = (*shapes, q.dtype, k.dtype, v.dtype, None if mask is None else mask.dtype, scale, enable_gqa)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    tensors = [x for x in (q, k, v, mask) if isinstance(x, torch.Tensor)]
+    kind = (*map(_kind, (q, k, v, mask)), shown(scale), bool(enable_gqa))
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     known = _agreed.setdefault(group, set())
     if (key := (group.incarnation, grad, kind)) in known:
         return
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError("a CUDA graph can capture only calls that ran once before; run the model once first")
-    error = _problem(q, k, v, mask, enable_gqa, group.size)
+    error = _problem(q, k, v, mask, scale, enable_gqa, group.size)
     mine = f"{type(error).__name__}: {error}" if error else str([str(x) for x in kind])
     reports = group.exchange("agreement on masked attention", mine, timeout_s)
     if error is not None and all(report.startswith(type(error).__name__) for report in reports):

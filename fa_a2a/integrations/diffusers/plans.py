@@ -2,8 +2,10 @@
 
 A plan says which arguments of which modules are cut along the sequence, so that everything between is done on a shard.
 Text and image are cut both, so that every rank has as many tokens of each; the sequence of a joint attention is then
-text 0, image 0, text 1, image 1, ... in the ranks' order. Three things no plan can say are done here:
+text 0, image 0, text 1, image 1, ... in the ranks' order. Four things no plan can say are done here:
 
+  - QwenImage's and HunyuanVideo's text is not cut in forwards whose text is padded, and Z-Image's lengths are known
+    where it joins text and image: so their masks become key lengths (joint.py).
   - SD3's and CogVideoX's attention calls torch's SDPA itself. It would attend to a shard; `redirected` sends that one
     call through diffusers' dispatcher.
   - HunyuanVideo's mask covers image and text in the order of the whole sequence; each attention is handed its shard's.
@@ -13,6 +15,7 @@ text 0, image 0, text 1, image 1, ... in the ranks' order. Three things no plan 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigurationError, UnsupportedError
+from . import joint
 from .redirect import redirected
 
 Plan = dict[str, Any]
@@ -39,12 +43,14 @@ def parallelize(model: Any, config: Any) -> None:
     HunyuanVideo, SD3, CogVideoX and Z-Image (class names in `RECIPES`). Set the attention backend before.
 
     model: a diffusers transformer; config: ContextParallelConfig, or ParallelConfig with one. Each sharded length (of
-    text, of image) must divide over the ranks; diffusers says so at the first forward otherwise.
+    text, of image) must divide over the ranks; an error says so at the first forward otherwise. Padded text of
+    QwenImage and HunyuanVideo may have any length: it is not cut, and its mask, read by the host once, becomes key
+    lengths.
     Between CPU processes this works, too, where `enable_parallelism` divides by the number of accelerators.
     Raises UnsupportedError for a model without a plan.
     """
     recipe = RECIPES.get(type(model).__name__)
-    if getattr(model, "_cp_plan", None) is not None:
+    if recipe is None and getattr(model, "_cp_plan", None) is not None:
         recipe = _Recipe(lambda model: model._cp_plan)
     if recipe is None:
         raise UnsupportedError(
@@ -91,7 +97,14 @@ def _both_streams() -> Plan:
 def _hunyuan_video(model: Any) -> Plan:
     rope = {0: _cut(0, 2, output=True), 1: _cut(0, 2, output=True)}
     first = "transformer_blocks.0" if len(model.transformer_blocks) else "single_transformer_blocks.0"
-    return {"rope": rope, first: _both_streams(), "proj_out": _joined()}
+    return {"rope": rope, first: {"hidden_states": _cut(1, 3)}, "proj_out": _joined()}
+
+
+def _qwen_image(model: Any) -> Plan:
+    """diffusers' plan but for the text, which `_pad_qwen_image` cuts."""
+    plan = {name: dict(part) if isinstance(part, dict) else part for name, part in model._cp_plan.items()}
+    del plan["transformer_blocks.0"]["encoder_hidden_states"], plan["pos_embed"][1]
+    return plan
 
 
 def _sd3(model: Any) -> Plan:
@@ -126,28 +139,70 @@ def _redirect(model: Any) -> None:
                 attention.processor._attention_backend = backend
 
 
+def _pad_qwen_image(model: Any) -> None:
+    place = joint.Place.of(model)
+
+    def before(padded: joint.Joint, given: dict[str, Any]) -> None:
+        mask = given.get("encoder_hidden_states_mask")
+        joint.text_mask(padded, mask, given["hidden_states"].shape[1], text_first=True)
+        if padded.answered:
+            given["encoder_hidden_states_mask"] = None
+
+    def cut_angles(module: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        image, text = output
+        return image, text if padded.text else place.part(text, 0)
+
+    padded = joint.attach(model, (block.attn for block in model.transformer_blocks), before)
+    joint.cut_text(padded, model.transformer_blocks[0], place)
+    model.pos_embed.register_forward_hook(cut_angles)
+
+
 def _shard_joint_masks(model: Any) -> None:
-    context = model._parallel_config.context_parallel_config
-    size, rank = context._flattened_mesh.size(), context._flattened_mesh.get_local_rank()
+    place = joint.Place.of(model)
+    patch, patch_t = model.config.patch_size, model.config.patch_size_t
+    blocks = list(_blocks(model, "transformer_blocks", "single_transformer_blocks"))
+
+    def before(padded: joint.Joint, given: dict[str, Any]) -> None:
+        frames, height, width = given["hidden_states"].shape[2:]
+        images = (frames // patch_t) * (height // patch) * (width // patch)
+        joint.text_mask(padded, given.get("encoder_attention_mask"), images, text_first=False, gaps=True)
 
     def shard(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask, image, text = (kwargs[x] for x in ("attention_mask", "hidden_states", "encoder_hidden_states"))
-        if mask is not None:
-            images = image.shape[1] * size
-            if mask.shape[-1] != images + text.shape[1] * size:
+        if padded.answered:
+            kwargs["attention_mask"] = None
+        elif mask is not None:
+            images, texts = image.shape[1] * place.size, text.shape[1] * place.size
+            if mask.shape[-1] != images + texts:
                 raise ConfigurationError(
-                    f"the mask must cover the whole sequence of image and text, "
-                    f"{images} + {text.shape[1] * size} tokens, got {mask.shape[-1]}"
+                    f"the mask must cover the whole sequence of image and text, {images} + {texts} tokens, got "
+                    f"{mask.shape[-1]}"
                 )
-            parts = (mask[..., :images], mask[..., images:])
-            kwargs["attention_mask"] = torch.cat([x.chunk(size, dim=-1)[rank] for x in parts], dim=-1)
+            kwargs["attention_mask"] = torch.cat([place.part(x, -1) for x in mask.split([images, texts], -1)], dim=-1)
         return args, kwargs
 
-    for block in _blocks(model, "transformer_blocks", "single_transformer_blocks"):
+    padded = joint.attach(model, (block.attn for block in blocks), before)
+    joint.cut_text(padded, blocks[0], place)
+    for block in blocks:
         block.attn.register_forward_pre_hook(shard, with_kwargs=True)
 
 
-def _keep_refiners_local(model: Any) -> None:
+def _finish_z_image(model: Any) -> None:
+    """Refiners stay local. The lengths of text and image together are known on the host where the model joins them,
+    and padding is at the end of the sequence."""
+    padded = joint.attach(model, (block.attention for block in model.layers), lambda padded, given: None)
+    build, signature = model._build_unified_sequence, inspect.signature(model._build_unified_sequence)
+
+    def joined(*args: Any, **kwargs: Any) -> Any:
+        unified, angles, mask, noise = build(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if mask is not None and padded.is_on:
+            parts = (given[f"{name}_seqlens"] for name in ("x", "cap", "siglip"))
+            padded.set([sum(lengths) for lengths in zip(*filter(None, parts), strict=True)], 0)
+            mask = None
+        return unified, angles, mask, noise
+
+    model._build_unified_sequence = joined
     for block in _blocks(model, "noise_refiner", "context_refiner", "siglip_refiner"):
         block.attention.processor._parallel_config = None
 
@@ -156,5 +211,6 @@ RECIPES = {
     "HunyuanVideoTransformer3DModel": _Recipe(_hunyuan_video, finish=_shard_joint_masks),
     "SD3Transformer2DModel": _Recipe(_sd3, prepare=_redirect),
     "CogVideoXTransformer3DModel": _Recipe(_cogvideox, prepare=_redirect),
-    "ZImageTransformer2DModel": _Recipe(_z_image, finish=_keep_refiners_local),
+    "QwenImageTransformer2DModel": _Recipe(_qwen_image, finish=_pad_qwen_image),
+    "ZImageTransformer2DModel": _Recipe(_z_image, finish=_finish_z_image),
 }

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigurationError, UnsupportedError
-from ...ops.functional import deadline
+from ...ops.arguments import flag_problem
+from ...ops.deadlines import deadline
 from ...ops.plan import check_choices
 from . import backend
+from .backend import NAME as NAME
 from .backend import Options
 
-NAME = "fa_a2a"
 TESTED_VERSIONS = ("0.42.1",)
 
 _MEMBER = NAME.upper()
@@ -46,6 +47,8 @@ def enable(kernel: str = "auto", exchange: str = "auto", copy: bool = True, time
     global _before
     seconds = deadline(timeout_s)
     check_choices(kernel, exchange, seconds)
+    if (refused := flag_problem("copy", copy)) is not None:
+        raise refused
     names, registry = _diffusers()
     if _before is None and NAME in names._value2member_map_:
         raise ConfigurationError(f"diffusers has a backend named {NAME!r} already, which this library did not add")

@@ -1,0 +1,114 @@
+"""Arguments of a wrong type on one rank: an error on every rank at once, and the group goes on."""
+
+import os
+import re
+
+import pytest
+import torch
+from workers import attempt, inputs, works
+
+import fa_a2a
+from fa_a2a import HeadShards, UlyssesAttention, attention_gather, scatter_heads
+
+SECONDS = 5.0  # within which an error must reach every rank; the deadline is 30
+
+
+class Hostile(list):
+    def __iter__(self):
+        raise TypeError("not to be read")
+
+
+WRONG = {
+    "a list as kernel": ({"kernel": ["cpu"]}, "kernel must be"),
+    "a dict as exchange": ({"exchange": {}}, "exchange must be"),
+    "a list as scale": ({"scale": [0.5]}, "scale must be"),
+    "True as scale": ({"scale": True}, "scale must be"),
+    "1 as return_lse": ({"return_lse": 0}, "return_lse must be"),
+    "a list as return_lse": ({"return_lse": []}, "return_lse must be"),
+    "1 as causal": ({"causal": 0}, "causal must be"),
+    "a set as key lengths": ({"key_lengths": {16}}, "key_lengths must be"),
+    "what raises as key lengths": ({"key_lengths": Hostile([16])}, "cannot be read: TypeError: not to be read"),
+    "an integer past 64 bits": ({"shard_sizes": [10**30, 8]}, "shard_sizes must be"),
+    "a tensor as sizes": ({"shard_sizes": torch.tensor([8, 8])}, "shard_sizes must be"),
+    "True as text": ({"replicated_text": True}, "replicated_text must be"),
+    "a deadline past what kernels count": (
+        {"timeout_s": 1e10},
+        "timeout_s must be .* at most 1e.09, got 10000000000.0",
+    ),
+    "a text as deadline": ({"timeout_s": "30"}, "timeout_s must be .* got '30'"),
+}
+
+
+def scattered(q, k, v, **options):
+    attention_gather(scatter_heads(q, k, v, **options))
+
+
+def wrapped(q, k, v, **options):
+    attention_gather(HeadShards.from_tensors(*(torch.cat([t, t], 1)[:, :, :2] for t in (q, k, v)), **options))
+
+
+def layer(q, k, v, **options):
+    own = {name: options.pop(name) for name in ("kernel", "exchange", "timeout_s") if name in options}
+    made = UlyssesAttention()
+    for name, value in own.items():
+        setattr(made, name, value)  # the constructor would refuse it before any rank calls
+    made(q, k, v, **options)
+
+
+CALLS = {"scattered": scattered, "wrapped": wrapped, "layer": layer}
+
+
+def one_wrong(rank, size, call, name):
+    """Rank 1 departs at the group's first call, and after good ones."""
+    fa_a2a.close()
+    good, found = {"kernel": "cpu", "exchange": "fused", "timeout_s": 30.0}, []
+    for _ in range(2):
+        outcome = attempt(CALLS[call], *inputs(rank, size), **good | (WRONG[name][0] if rank else {}))
+        fa_a2a.close()
+        found.append((outcome, works(rank, size)))
+        CALLS[call](*inputs(rank, size), **good)
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", WRONG)
+def test_one_rank_wrong(ranks, call, name):
+    results = ranks(2).run(one_wrong, call=call, name=name)
+    for rank, found in enumerate(results):
+        for later, (outcome, well) in enumerate(found):
+            assert outcome.error == "PeerMismatchError", outcome
+            there = rank == 0 and later  # the fingerprint tells that rank 1 departed, and not how
+            assert re.search("rank 1's own error" if there else WRONG[name][1], outcome.text), outcome.text
+            assert outcome.seconds < SECONDS
+            assert well
+
+
+def wrong_at_the_end(rank, size, exchange, options):
+    """Rank 1 gathers with an option of its own that is wrong."""
+    shards = scatter_heads(*inputs(rank, size), kernel="cpu", exchange=exchange)
+    return attempt(attention_gather, shards, **(options if rank else {})), works(rank, size, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", ["fused", "collective"])
+@pytest.mark.parametrize("options", [{"copy": []}, {"timeout_s": "30"}])
+def test_a_rank_that_gathers_wrongly_does_its_part_first(ranks, exchange, options):
+    (good, well), (bad, well_too) = ranks(2).run(wrong_at_the_end, exchange=exchange, options=options)
+    assert good.error == ""
+    assert bad.error == "ConfigurationError" and "must be" in bad.text
+    assert well and well_too
+
+
+def environment(rank, size):
+    """FA_A2A_TIMEOUT_S is no number on rank 1."""
+    fa_a2a.close()
+    if rank:
+        os.environ["FA_A2A_TIMEOUT_S"] = "soon"
+    outcome = attempt(scatter_heads, *inputs(rank, size), kernel="cpu", exchange="fused")
+    os.environ.pop("FA_A2A_TIMEOUT_S", None)
+    return outcome, works(rank, size)
+
+
+def test_a_wrong_environment_on_one_rank(ranks):
+    for outcome, well in ranks(2).run(environment):
+        assert outcome.error == "PeerMismatchError" and "FA_A2A_TIMEOUT_S must be" in outcome.text
+        assert outcome.seconds < SECONDS and well
