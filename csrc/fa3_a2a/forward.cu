@@ -10,9 +10,29 @@
 //      In all of these the maximum was followed loosely, outputs rescaled only past 2^8 (predicted +0.5 %).
 //   2  K and V shared by clusters of two blocks (multicast), against none. Predicted +1 to 3 % (half the reads of L2).
 //      Measured -0.3 to +0.1 %: L2 does not limit. Dropped, and with it the rule of an even number of row blocks.
-//   3  the exact maximum, since with the loose one the largest weight is not exactly 1: D = 64, one shape, error 2.6 times
-//      torch's. The rescaling is skipped where no row of a warp has a new maximum, which changes no bit.
-//      Predicted: within 0.5 % of 1. Not run yet, nor the release and the stores to a peer.
+//   3  the exact maximum, since with the loose one the largest weight is not exactly 1: D = 64, one shape, error 2.6
+//      times torch's. The rescaling is skipped where no row of a warp has a new maximum, which changes no bit.
+//      Predicted: within 0.5 % of 1. Measured beside flash-attn-4's better tile, paired: 1.004, 1.006, 1.004, 0.999 at
+//      (4608, 6), (8192, 6), (8192, 12), (16384, 6); D = 64: 0.763, 0.967, 0.985, 0.989.
+//   4  a second tile for D = 64, 128 rows with two warpgroups, where its waves end first: (4608, 6) has 144 tiles of
+//      192 rows for 132 SMs, two waves of which the second is nearly empty, or 216 of 128. Predicted 0.98 x
+//      flash-attn-4, from its own two tiles. Measured: 128 x 128 0.953, 128 x 192 0.988; by the row 0.82 and 0.84 of
+//      the speed of 192 x 128. Taken: 128 keys, which compute the bits of the large tile, so that the tile of a launch
+//      does not show in its output. D = 128, 192 x 96 for (8192, 3), one wave instead of two: predicted 1.15 x,
+//      measured 0.73 x, and 0.4 to 0.5 elsewhere.
+//      Epilogues in one run, direct over staged, paired, at the four shapes: D = 128, 128 x 144: 0.991, 0.973, 0.989,
+//      0.990; D = 64, 192 x 128: 1.006, 1.002, 1.002, 0.999. 128 x 176, direct only, over 128 x 144: 0.971, 1.000,
+//      1.003, 0.984. Staged stays: as fast, and it can be paced.
+//   5  the exponentials in front of the wait for P V: ptxas puts that wait before them (in flash-attn-4, too), but not
+//      across a branch, so a branch that is always taken. Predicted +3 to 6 % at D = 64, +1 to 3 % at 128. Measured -1
+//      to -2 % with 192 x 128, -4 to -5 % with 128 x 128 and at D = 128; other numbers of keys no better. Dropped.
+//   6  a negative scale is left to the caller, who negates q: a branch less in the loop, taken around 64 or 72
+//      negations. Predicted +1 to 2 % at D = 64, +0.5 % at 128. Measured beside 4, the same launches, paired: D = 64,
+//      128 x 128 at (4608, 6) 1.006, 192 x 128 at (8192, 6) 1.007; D = 128 1.002, 1.003, 1.003; the same bits.
+//      Beside flash-attn-4's better tile: D = 128: 1.002, 1.006, 1.012, 1.000; D = 64: 0.948, 0.967, 0.991, 0.993. The
+//      0.948 counts a call that makes its arguments; the fused form, whose launch is made before, has 0.967 there.
+//      Fused beside flash-attn-4 made persistent: D = 128: 0.991, 0.999, 0.999, 0.996; D = 64: 1.202, 0.959, 0.965,
+//      0.996.
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -91,7 +111,8 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
   require(v.size(1) == keys && v.size(2) == heads_kv, "k and v have the same keys and heads");
   require(o.size(1) == rows && o.size(2) == heads, "o has the rows and heads of q");
   require(heads % heads_kv == 0, "the heads of q are a multiple of those of k and v");
-  require(std::isfinite(scale), "the scale is finite");
+  // A branch for the others inside the loop over the keys would cost more than their caller's negating q.
+  require(std::isfinite(scale) && scale >= 0, "the scale is finite and not negative; for a negative one negate q");
   require(addresses.ndim() == 2 && addresses.size(0) == 2 && addresses.size(1) == chunks &&
               addresses.dtype().bits == 64 && addresses.device().device_type == kDLCPU,
           "addresses is an int64 tensor (2, chunks) on the CPU");
@@ -117,8 +138,7 @@ void forward(TensorView q, TensorView k, TensorView v, TensorView o, TensorView 
   }
   params.rows = rows, params.keys = keys, params.pace_ns = int(pace_ns);
   // The softmax follows the maximum of what it multiplies with a positive number; 0 is taken as next to nothing.
-  params.negated = scale < 0;
-  params.scale_log2 = std::max(float(std::abs(scale) * 1.4426950408889634), 1e-30f);
+  params.scale_log2 = std::max(float(scale * 1.4426950408889634), 1e-30f);
   params.heads_per_kv = cutlass::FastDivmod(heads / heads_kv);
   params.release = {static_cast<uint64_t const*>(peer_blocks.data_ptr()), static_cast<uint64_t*>(counter.data_ptr()),
                     uint64_t(record), deadline_ns, int(rank), int(num_ranks), int(flags)};

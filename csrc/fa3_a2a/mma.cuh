@@ -67,7 +67,6 @@ class Consumer {
       free(shared_.k_empty[k_.stage]);
       k_.advance();
       if (last == 0) { free(shared_.q_empty[group_]); }
-      if (params_.negated) { negate(s); }
       if (valid < Config::kKeys) { mask(s, valid); }
       softmax.begin(s.data());
       pack(s, p);
@@ -89,7 +88,6 @@ class Consumer {
         free(shared_.k_empty[k_.stage]);
         k_.advance();
         if (block == 1) { free(shared_.q_empty[group_]); }
-        if (params_.negated) { negate(s); }
         float factor[2];
         bool const moved = softmax.next(s.data(), factor);
         warpgroup_wait<0>();
@@ -144,12 +142,6 @@ class Consumer {
   // This warp has read a buffer.
   CUTE_DEVICE static void free(uint64_t const& empty) {
     if (threadIdx.x % 32 == 0) { Barrier::arrive(&empty); }
-  }
-
-  template <class S>
-  CUTE_DEVICE static void negate(S& s) {
-    CUTE_UNROLL
-    for (int e = 0; e < Config::kScores; ++e) { s(e) = -s(e); }
   }
 
   template <class S>

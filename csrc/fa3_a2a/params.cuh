@@ -40,8 +40,7 @@ struct Params {
   cutlass::FastDivmod heads_per_kv{1};
   int rows = 0;  // of a chunk
   int keys = 0;
-  float scale_log2 = 0.f;  // of the scale's magnitude, times log2(e)
-  bool negated = false;    // the scale is negative
+  float scale_log2 = 0.f;  // the scale, times log2(e); positive
   int pace_ns = 0;         // pause between two slices of a staged tile
   // Where chunk c's output begins: its index along the map's places, and its address for plain stores.
   int o_place[kMaxChunks];

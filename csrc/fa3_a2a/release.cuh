@@ -1,6 +1,7 @@
-// The end of a call: publish `ready` to every peer when all blocks have stored, and wait for theirs.
+// The end of a call: publish `ready` to every peer when all blocks have stored, and wait for theirs, until they come, one
+// says that it makes no further step, or the deadline is over.
 //
-// The words, the epochs and the record are those of the signal kernel (cute/fa4_a2a/signal.py); a rank's signal block is
+// The words, the epochs, the notices and the record are those of the signal kernel (cute/fa4_a2a/signal.py); a rank's signal block is
 // the one of fa_a2a/layout.py. What must come before a peer acquires this rank's READY word: its O and LSE, and its reads
 // of Q, K and V. The chain:
 //   1. Bulk stores were issued by the lane that waits here, without .read, until they are complete. Plain stores of the
@@ -19,19 +20,47 @@
 
 namespace fa3 {
 
-constexpr int kEpochWord = 0, kReadyWord = 96;
+constexpr int kEpochWord = 0, kToldWord = 1, kReadyWord = 96;
 constexpr int kPublish = 2, kWait = 4, kAdvance = 1;  // flags
-constexpr int kReady = 1, kDeadline = 1;              // Word.READY, Failure.DEADLINE
+constexpr int kReady = 1;                             // Word.READY
+constexpr uint64_t kDeadline = 1, kTold = 3;          // Failure
+constexpr uint64_t kMissed = 2;                       // Told.MISSED
+constexpr int kStepShift = 24;                        // of the step in a notice
 constexpr int kPollNs = 32;
+constexpr int kLooksANotice = 64;  // every so many looks at a peer's word one at TOLD: seldom, it lengthens the look
+
+// Whether a notice says that a step comes no more: by signed difference of the 40 bits it has of its own step. It needs
+// no order: a notice is one word, nothing is read on its account, and it is given only for a step never to be made.
+__device__ __forceinline__ bool ends(uint64_t notice, uint64_t step) {
+  return notice != 0 && int64_t((step << kStepShift) - (notice >> kStepShift << kStepShift)) >= 0;
+}
+
+// By one thread: `step` and what follows will not come from this rank, since `missing` did not. Peers that wait for this
+// rank need not wait out their own deadlines. `report` ends with a fence for these stores, too.
+__device__ __forceinline__ void tell(ReleaseParams const& release, int missing, uint64_t step) {
+  uint64_t const notice = kMissed | uint64_t(release.rank) << 8 | uint64_t(missing) << 16 | step << kStepShift;
+  // Not unrolled: ptxas would take registers that this warp has given back (setmaxnreg), and the kernel would end by an
+  // illegal instruction before `report`. test_compile_fa3.py looks.
+#pragma unroll 1
+  for (int peer = 0; peer < release.num_ranks; ++peer) {
+    store_relaxed_sys(reinterpret_cast<uint64_t*>(release.peer_blocks[peer]) + kToldWord, notice);
+  }
+}
 
 // The code comes after a fence: a host that sees it sees the rest. The second fence lets the stores leave the GPU before
-// the trap ends the kernel.
-__device__ __noinline__ void report(ReleaseParams const& release, int peer, uint64_t expected, uint64_t found) {
+// the trap ends the kernel. Inline: a function that is called may use any register.
+__device__ __forceinline__ void report(ReleaseParams const& release, uint64_t failure, int peer, uint64_t expected,
+                                       uint64_t found, uint64_t notice) {
   auto* record = reinterpret_cast<uint64_t*>(release.record);
-  uint64_t const fields[7] = {kReady, uint64_t(release.rank), uint64_t(peer), expected, found, 0, 0};
-  for (int i = 0; i < 7; ++i) { store_relaxed_sys(record + 1 + i, fields[i]); }
+  store_relaxed_sys(record + 1, kReady);
+  store_relaxed_sys(record + 2, release.rank);
+  store_relaxed_sys(record + 3, peer);
+  store_relaxed_sys(record + 4, expected);
+  store_relaxed_sys(record + 5, found);
+  store_relaxed_sys(record + 6, 0);
+  store_relaxed_sys(record + 7, notice);
   fence_acq_rel_sys();
-  store_relaxed_sys(record, kDeadline);
+  store_relaxed_sys(record, failure);
   fence_acq_rel_sys();
   __trap();
 }
@@ -64,19 +93,33 @@ __device__ __forceinline__ void end_call(ReleaseParams const& release) {
   }
   __syncwarp();
   if (!(release.flags & kWait)) { return; }
-  bool pending = lane < release.num_ranks, late = false;
-  uint64_t found = epoch;
-  // Uniform: a lane that is late ends it for all at once.
-  while (__any_sync(0xffffffffu, pending) && !__any_sync(0xffffffffu, late)) {
+  uint64_t const step = 2 * epoch + kReady;
+  bool pending = lane < release.num_ranks;
+  uint64_t found = epoch, failure = 0, notice = 0;
+  // Uniform: a lane that has failed ends it for all at once.
+#pragma unroll 1
+  for (int looks = 1; __any_sync(0xffffffffu, pending) && !__any_sync(0xffffffffu, failure != 0); ++looks) {
     if (pending) {
       found = load_acquire_sys(own + kReadyWord + lane);
-      pending = int64_t(found - epoch) < 0;  // by signed difference, which wraps
-      late = pending && int64_t(global_time_ns() - start) > release.deadline_ns;
+      if (int64_t(found - epoch) >= 0) {  // by signed difference, which wraps
+        pending = false;
+      } else if (int64_t(global_time_ns() - start) > release.deadline_ns) {
+        failure = kDeadline;
+      } else if (looks % kLooksANotice == 0) {
+        notice = load_relaxed_sys(own + kToldWord);
+        if (ends(notice, step)) { failure = kTold; }
+      }
     }
     if (__any_sync(0xffffffffu, pending)) { sleep_ns(kPollNs); }
   }
-  uint32_t const failed = __ballot_sync(0xffffffffu, late);
-  if (late && lane == __ffs(failed) - 1) { report(release, lane, epoch, found); }
+  uint32_t const failed = __ballot_sync(0xffffffffu, failure != 0);
+  if (failure != 0 && lane == __ffs(failed) - 1) {
+    if (failure == kDeadline) {
+      notice = 0;
+      tell(release, lane, step + 1);  // this step has been published
+    }
+    report(release, failure, lane, epoch, found, notice);
+  }
 }
 
 }  // namespace fa3

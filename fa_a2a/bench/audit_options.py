@@ -86,7 +86,7 @@ def _kernel(
             f"kernel design {kernel.name!r} takes its own chunk {kernel.own_chunk}, got --own-chunk "
             f"{arguments.own_chunk}; leave the option out"
         )
-    shape = kernel.shape(**call)
+    shape = kernel.shape(**call, num_sms=profile.num_sms)
     if arguments.tile_rows is not None:
         shape = dataclasses.replace(shape, tile_rows=arguments.tile_rows)
     cost = predict_cost(shape, profile, kernel, store=store)

@@ -70,6 +70,7 @@ def fields(case: Case, num_ranks: int, chosen: KernelDesign, profile: PlatformPr
         head_dim=case.head_dim,
         num_ranks=num_ranks,
         bytes_per_element=getattr(torch, case.dtype).itemsize,
+        num_sms=profile.num_sms,
     )
     cost = predict_cost(shape, profile, chosen)
     return {

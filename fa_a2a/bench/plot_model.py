@@ -38,7 +38,8 @@ def _predict(line: dict[str, Any]) -> dict[str, Any] | None:
         return None
     names = ("batch", "seq_len", "num_heads", "head_dim")
     try:
-        shape = design.shape(num_ranks=line["world_size"], **{name: line[name] for name in names})
+        sizes = {name: line[name] for name in names} | {"num_sms": profile.num_sms}
+        shape = design.shape(num_ranks=line["world_size"], **sizes)
         cost = predict_cost(shape, profile, design)
     except FaA2AError:
         return None

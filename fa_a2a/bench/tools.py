@@ -81,10 +81,10 @@ def _build_fa4(arch: str, num_sms: int | None) -> None:
 
 
 def _build_fa3(arch: str, required: bool) -> None:
-    """One object for each head dimension and dtype. Where it cannot be compiled and is not required, says why."""
+    """One object for each head dimension, tile and dtype. Where it cannot be compiled and is not required, says why."""
     if arch != native.ARCH:
         raise ConfigurationError(f"kernel fa3 is for {native.ARCH}, got --arch {arch}; leave --kernel fa3 out")
-    for variant in (native.Variant(d, t) for d in native.TILES for t in ("bfloat16", "float16")):
+    for variant in (v for d in native.TILES for t in ("bfloat16", "float16") for v in native.variants(d, t)):
         if (trouble := native.problem(variant)) is not None:
             if required:
                 raise UnsupportedError(trouble)

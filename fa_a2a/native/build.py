@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 from .. import config
 from ..errors import ConfigurationError, UnsupportedError
+from ..xstage.tiles import FA3_TILES
 from .toolchain import Toolchain, find, missing, sources
 
 ARCH = "sm_90a"
-TILES = {128: (128, 144), 64: (192, 128)}  # head_dim: query rows (64 for each consumer warpgroup), keys
+TILES = {head_dim: tuple((t.rows, t.keys) for t in tiles) for head_dim, tiles in FA3_TILES.items()}
 OUTPUTS = ("staged", "direct")
 SLICE_ROWS = 16  # of a staged tile; config.cuh's kSliceRows
 
@@ -35,9 +36,9 @@ _loading = threading.Lock()
 class Variant(NamedTuple):
     """What is fixed when an object is compiled.
 
-    tile: (query rows, keys), the table's by default. output: staged, paced out by a warp of its own; or direct, 16-byte
-    stores from registers, which leave room for 176 keys at head_dim 128. All but another number of keys compute the
-    same bits.
+    tile: (query rows, 64 for each consumer warpgroup; keys), the table's first by default. output: staged, paced out by
+    a warp of its own; or direct, 16-byte stores from registers, which leave room for 176 keys at head_dim 128. All but
+    another number of keys compute the same bits.
     """
 
     head_dim: int
@@ -47,7 +48,7 @@ class Variant(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.tile or TILES[self.head_dim]
+        return self.tile or TILES[self.head_dim][0]
 
     @property
     def name(self) -> str:
@@ -64,6 +65,11 @@ class Variant(NamedTuple):
             "STAGED": int(self.output == "staged"),
         }
         return [f"-DFA3_{name}={value}" for name, value in values.items()]
+
+
+def variants(head_dim: int, dtype: str) -> tuple[Variant, ...]:
+    """All that kernel 'fa3' may take for this head_dim and type."""
+    return tuple(Variant(head_dim, dtype, tile) for tile in TILES[head_dim])
 
 
 def load(variant: Variant) -> Callable[..., None]:

@@ -51,7 +51,7 @@ def find_cutlass() -> Path | None:
 def missing() -> str | None:
     """What is not here that compiling needs, with the way to it; None if it can."""
     if importlib.util.find_spec("tvm_ffi") is None:
-        return "the package that provides 'tvm_ffi'; pip install 'fa_a2a[kernels]'"
+        return "the package that provides 'tvm_ffi'; pip install 'fa_a2a[fa3]'"
     if find_nvcc() is None:
         return "nvcc; install the CUDA toolkit 12.4 or newer and set CUDA_HOME, or pip install 'fa_a2a[fa3]'"
     if shutil.which("c++") is None and shutil.which("g++") is None:

@@ -15,6 +15,7 @@ import torch
 from ..errors import FaA2AError
 from ..xstage import CostPrediction, PlatformProfile, design_of, predict_cost, shipped_profile
 from ..xstage.burst_gap import drain_us
+from ..xstage.speeds import alone_us, shipped_speeds
 from .request import Request
 
 GPU = "gpu"  # key of a rank's report: name and compute capability
@@ -54,16 +55,31 @@ def exchange(request: Request, kernel: str, reports: Reports) -> tuple[str, str]
 
 
 def kernel(candidates: Sequence[str], request: Request, reports: Reports) -> tuple[str, str]:
-    """Of kernels that could run, best known first, the one whose stores cost least until ready, with the reason. The
-    first one where the model does not know all of them."""
-    found = {name: _predict(request, name, reports) for name in candidates}
-    ready = {name: pair[0].ready_us for name, pair in found.items() if pair is not None}
-    known = {name: us for name, us in ready.items() if us is not None}
-    if len(candidates) < 2 or len(known) < len(candidates):
-        return candidates[0], ""
-    best = min(candidates, key=lambda name: known[name])
-    costs = ", ".join(f"'{name}' {known[name]:.1f}" for name in candidates)
-    return best, f"kernel '{best}': X-Stage expects its stores to cost least until ready (us: {costs})"
+    """Of kernels that could run the fused exchange, best known first, the one that is expected to be ready first: its
+    attention, from measured speeds, and what its stores cost. With the reason. The first one where the model or the
+    speeds do not know all of them, or where another gains less than the speeds are known to."""
+    first = candidates[0]
+    expected: dict[str, float] = {}
+    doubt_us = 0.0
+    for name in candidates if len(candidates) > 1 else ():
+        found = _predict(request, name, reports)
+        if found is None or (ready_us := found[0].ready_us) is None:
+            return first, ""
+        cost, profile = found
+        speed = shipped_speeds(profile.device).get((name, request.head_dim))
+        if speed is None:
+            return first, ""
+        attention_us = alone_us(cost.audit.shape, cost.design, speed, profile.num_sms)
+        expected[name] = attention_us + ready_us
+        doubt_us = max(doubt_us, speed.scatter * attention_us)
+    if not expected:
+        return first, ""
+    best = min(candidates, key=lambda name: expected[name])
+    numbers = ", ".join(f"'{name}' {expected[name]:.1f}" for name in candidates)
+    told = f"X-Stage expects attention and exchange to take {numbers} us until ready"
+    if best != first and expected[first] - expected[best] <= doubt_us:
+        return first, f"kernel '{first}': {told}, and knows their speeds to {doubt_us:.1f} us"
+    return best, f"kernel '{best}': {told}"
 
 
 def _predict(request: Request, kernel: str, reports: Reports) -> tuple[CostPrediction, PlatformProfile] | None:
@@ -84,6 +100,7 @@ def _predict(request: Request, kernel: str, reports: Reports) -> tuple[CostPredi
             head_dim=request.head_dim,
             num_ranks=len(reports),
             bytes_per_element=request.torch_dtype.itemsize,
+            num_sms=profile.num_sms,
         )
         return predict_cost(shape, profile, design), profile
     except FaA2AError:  # a shape that the model does not know is not an error of the call

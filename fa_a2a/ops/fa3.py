@@ -1,9 +1,12 @@
 """Kernel 'fa3': the C++ forward of csrc/fa3_a2a, on sm_90. It takes the chunks' addresses as a table, so one launch
-serves all owners and batch entries wherever they lie; it paces its stores and ends the call itself."""
+serves all owners and batch entries wherever they lie; it paces its stores and ends the call itself.
+
+A head_dim with more than one tile has an object for each, and a launch takes the one whose waves of tiles end first
+(xstage/tiles.py). All of them compute the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 
 from ..comm.symmetric import Release
 from ..native.build import SLICE_ROWS, Variant, load
+from ..xstage.tiles import FA3_TILES, Tile, quickest
 from .kernels import Sink, loadable
 from .pace import slice_pace_ns
 
@@ -22,23 +26,33 @@ class _FA3:
     can_fuse = True
     can_release = True
 
-    def __init__(self, device: torch.device, variant: Variant) -> None:
-        self.tile_rows = variant.shape[0]
+    def __init__(
+        self, device: torch.device, head_dim: int, dtype: str, tiles: Sequence[Tile], output: str = "staged"
+    ) -> None:
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._forward = load(variant)
-        self._paced = variant.output == "staged"
+        self._forward = {t: load(Variant(head_dim, dtype, (t.rows, t.keys), output)) for t in tiles}
+        self._paced = output == "staged"
         self._silent = Release.none(device)
+
+    def _tile(self, chunks: torch.Tensor) -> Tile:
+        """For q (B, chunks, rows, h, D)."""
+        batch, count, rows, heads, _ = chunks.shape
+        return quickest(tuple(self._forward), rows=rows, heads=batch * count * heads, num_sms=self.num_sms)
 
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A row's bits do not depend on where its tile begins: `chunks` is not needed."""
+        """A row's bits depend neither on where its tile begins nor on the tile: `chunks` is not needed."""
         q, k, v = (loadable(t) for t in (q, k, v))
+        if scale < 0:
+            q, scale = -q, -scale
         batch, seq, heads, _ = q.shape
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device) if with_lse else None
         outputs = _outputs((o,), (lse,) if lse is not None else ())
-        self._forward(q.unsqueeze(1), k, v, *outputs, scale, 0, OWN_LAST, self.num_sms, *_arguments(self._silent))
+        one = q.unsqueeze(1)
+        forward = self._forward[self._tile(one)]
+        forward(one, k, v, *outputs, scale, 0, OWN_LAST, self.num_sms, *_arguments(self._silent))
         return o, lse
 
     def fused(
@@ -62,11 +76,15 @@ class _FA3:
         batch, seq, heads, head_dim = q.shape
         chunks = q.view(batch, len(sink.o), seq // len(sink.o), heads, head_dim)
         outputs = _outputs(sink.o, sink.lse if with_lse else ())
-        pace_ns = 0
+        tile, pace_ns = self._tile(chunks), 0
         if self._paced:
-            pace_ns = slice_pace_ns(self.tile_rows, k.shape[1], head_dim, q.itemsize, self.num_sms, SLICE_ROWS)
+            pace_ns = slice_pace_ns(tile.rows, k.shape[1], head_dim, q.itemsize, self.num_sms, SLICE_ROWS)
         end = _arguments(release or self._silent)
-        return [partial(self._forward, chunks, k, v, *outputs, scale, pace_ns, OWN_LAST, self.num_sms, *end)]
+        forward = self._forward[tile]
+        rest = (k, v, *outputs, abs(scale), pace_ns, OWN_LAST, self.num_sms, *end)
+        if scale < 0:  # what is in q then comes with each launch
+            return [lambda: forward(-chunks, *rest)]
+        return [partial(forward, chunks, *rest)]
 
 
 def _outputs(
@@ -84,4 +102,4 @@ def _arguments(release: Release) -> tuple[Any, ...]:
 
 
 def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool) -> _FA3:
-    return _FA3(device, Variant(head_dim, str(dtype).removeprefix("torch.")))
+    return _FA3(device, head_dim, str(dtype).removeprefix("torch."), FA3_TILES[head_dim])

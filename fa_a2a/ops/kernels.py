@@ -132,10 +132,23 @@ def _fa4_problem(device: torch.device, head_dim: int, causal: bool) -> str | Non
 def _fa3_problem(dtype: torch.dtype, head_dim: int) -> str | None:
     if head_dim not in (64, 128):
         return f"kernel 'fa3' takes head dimensions 64 and 128, got {head_dim}"
-    from ..native.build import Variant
-    from ..native.build import problem as build_problem
+    from ..native import build
 
-    return build_problem(Variant(head_dim, str(dtype).removeprefix("torch.")))
+    troubles = map(build.problem, build.variants(head_dim, str(dtype).removeprefix("torch.")))
+    return next((trouble for trouble in troubles if trouble), None)
+
+
+def uncompiled(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why a first call of a kernel that can run would have to wait for its compiler by the minute, or None. 'auto' then
+    takes another; a call that names the kernel compiles it, for good."""
+    if name != "fa3" or device.type != "cuda" or head_dim not in (64, 128):
+        return None
+    from ..native import build
+
+    found = build.variants(head_dim, str(dtype).removeprefix("torch."))
+    if all(build.cached(variant).is_file() for variant in found):
+        return None
+    return "it is not compiled; fa-a2a compile --kernel fa3 does that"
 
 
 @lru_cache(maxsize=1)
@@ -146,8 +159,8 @@ def _missing_package() -> str | None:
     return None
 
 
-# Compute capabilities on which a GPU kernel has passed its tests as it stands. fa3: its first form has, on 9.0.
-_RUN_ON: dict[str, tuple[tuple[int, int], ...]] = {"fa4": ((9, 0),), "fa3": ()}
+# Compute capabilities on which a GPU kernel has passed its tests as it stands.
+_RUN_ON: dict[str, tuple[tuple[int, int], ...]] = {"fa4": ((9, 0),), "fa3": ((9, 0),)}
 
 
 def verified(name: str, device: torch.device) -> bool:

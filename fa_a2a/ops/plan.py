@@ -16,9 +16,9 @@ import torch
 
 from .. import config
 from ..comm.group import Group
-from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError, UnsupportedError
+from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError
 from ..layout import ExchangeShape, fingerprint
-from . import advice, differences, kernels
+from . import advice, differences, kernel_choice, kernels
 from .exchange_choice import choose_exchange, choose_overlap
 from .kernels import AttentionKernel
 from .norm_rope import KERNEL_HEAD_DIMS
@@ -111,6 +111,7 @@ def _agree(
         for name in kernels.KERNELS:
             of_request = (request.torch_dtype, request.head_dim, request.with_lse, request.causal)
             mine[name] = kernels.problem(name, device, *of_request) or scale_problem(name, request.scale)
+            mine[kernel_choice.uncompiled_key(name)] = kernels.uncompiled(name, device, *of_request[:2])
         mine[advice.GPU] = advice.gpu_of(device)
     else:
         mine = {"request": None, "error": f"{type(request).__name__}: {request}"}
@@ -170,7 +171,7 @@ def _prepare(
 ) -> Plan:
     """Chooses the path, compiles the kernel and makes room in the workspace; every rank or none."""
     shape = request.shape(group.size)
-    kernel, why_kernel = _choose_kernel(request, reports, device)
+    kernel, why_kernel = kernel_choice.choose(group, request, reports, device)
     exchange, why_exchange = choose_exchange(group, request, kernel, device, timeout_s)
     if request.exchange == "auto" and exchange == "fused" and request.is_plain and shape.is_equal:
         exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
@@ -217,22 +218,3 @@ def _prepare(
 
 
 _told: set[tuple[str, str, str]] = set()
-
-
-def _choose_kernel(request: Request, reports: list[dict[str, str | None]], device: torch.device) -> tuple[str, str]:
-    """A named kernel, or the fastest that every rank can run."""
-    troubles = {
-        name: next((f"rank {r}: {x[name]}" for r, x in enumerate(reports) if x[name]), None) for name in kernels.KERNELS
-    }
-    if request.kernel != "auto":
-        if troubles[request.kernel]:
-            raise UnsupportedError(f"{troubles[request.kernel]}; use kernel='auto'")
-        return request.kernel, ""
-    if request.device == "cpu":
-        return "cpu" if request.exchange != "collective" or request.with_lse else "torch", ""
-    if not troubles["fa4"] and kernels.verified("fa4", device):
-        return advice.kernel(["fa4"], request, reports)
-    why = troubles["fa4"] or "kernel 'fa4' compiles for this GPU but has not been run on one; name it to use it"
-    if troubles["torch"]:
-        raise UnsupportedError(f"no kernel runs this: {why}; {troubles['torch']}")
-    return "torch", f"kernel falls back to 'torch': {why}"

@@ -6,15 +6,19 @@ profile (cost.py); nothing in an entry is fitted to a measured cost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import ConfigurationError, UnsupportedError
 from .shape import AttentionShape, OwnChunk
+from .tiles import FA3_TILES, Tile, quickest
 
 Publication = Literal["boundary", "inside"]
 """Who tells the peers that a call's tiles are there: a small kernel behind attention, or attention's last block."""
+
+H200_SMS = 132
 
 PACE_HEADROOM = 2.0
 """A paced wave leaves in this multiple of the time in which the path could drain it. As in ops/pace.py."""
@@ -35,22 +39,41 @@ class KernelDesign:
     words: str
     one_launch: bool = False
     """One launch does all batch entries, whose heads then follow each other as those of one entry do."""
+    choices: Mapping[int, tuple[Tile, ...]] = field(default_factory=dict)
+    """By head_dim the tiles of which a launch takes the quickest, where there is more than one."""
 
     def shape(
-        self, *, batch: int, seq_len: int, num_heads: int, head_dim: int, num_ranks: int, bytes_per_element: int = 2
+        self,
+        *,
+        batch: int,
+        seq_len: int,
+        num_heads: int,
+        head_dim: int,
+        num_ranks: int,
+        bytes_per_element: int = 2,
+        num_sms: int = H200_SMS,
     ) -> AttentionShape:
-        """The call as this kernel tiles it. UnsupportedError for a head_dim that it is not built for."""
+        """The call as this kernel tiles it on so many SMs. UnsupportedError for a head_dim that it is not built for."""
         if head_dim not in self.tiles:
             built = ", ".join(map(str, self.tiles))
             raise UnsupportedError(f"kernel design {self.name!r} is for head_dim {built}, got {head_dim}; name another")
         rows, keys = self.tiles[head_dim]
         if self.one_launch:
             batch, num_heads = 1, batch * num_heads
+        if head_dim in self.choices:
+            chunk_rows = math.ceil(seq_len / num_ranks)
+            chosen = quickest(self.choices[head_dim], rows=chunk_rows, heads=num_heads, num_sms=num_sms)
+            rows, keys = chosen.rows, chosen.keys
         return AttentionShape(batch, seq_len, num_heads, head_dim, num_ranks, bytes_per_element, rows, keys)
+
+    def tile_speed(self, shape: AttentionShape) -> float:
+        """Of the shape's tile, relative to the kernel's first one."""
+        tiles = self.choices.get(shape.head_dim, ())
+        return next((t.speed for t in tiles if (t.rows, t.keys) == (shape.tile_rows, shape.key_tile)), 1.0)
 
 
 _FA4_SM90 = {128: (128, 160), 64: (192, 128)}
-_FA3_SM90 = {128: (128, 144), 64: (192, 128)}
+_FA3_SM90 = {head_dim: (tiles[0].rows, tiles[0].keys) for head_dim, tiles in FA3_TILES.items()}
 
 DESIGNS: dict[str, KernelDesign] = {
     design.name: design
@@ -93,6 +116,7 @@ DESIGNS: dict[str, KernelDesign] = {
             publication="inside",
             words="the C++ kernel: as persistent, with tiles of its own, and one launch for all batch entries",
             one_launch=True,
+            choices=FA3_TILES,
         ),
     )
 }

@@ -43,6 +43,27 @@ def test_instructions(made):
     assert cubin.no_local_memory(lines)
 
 
+def test_report_fits_the_registers_of_its_warp(made):
+    """The store warp has given most of its own back when it comes to wait for the peers."""
+    _, lines, path = made
+    assert cubin.beyond_what_is_left(path) == []
+    assert cubin.uses(lines, "CALL") == 0  # a function that is called may use any
+
+
+@pytest.mark.parametrize("tile", build.TILES[64])
+def test_tiles_of_64_columns(need, tmp_path, tile):
+    what = toolchain.missing()
+    need("compile", what is None, f"compiling fa3 needs {what}")
+    need("compile", cubin.disassembler() is not None, "no nvdisasm (CUDA toolkit, or the triton package)")
+    path = tmp_path / "kernel.so"
+    said = build.compile_to(build.Variant(64, "bfloat16", tile), path)
+    assert "warning" not in said and "C75" not in said, said
+    lines = cubin.instructions(path)
+    assert cubin.uses(lines, "HGMMA") >= 3 * (64 // 16) and cubin.uses(lines, "UTMASTG") >= 1
+    assert cubin.no_local_memory(lines)
+    assert cubin.beyond_what_is_left(path) == []
+
+
 def test_products_wait_once_each(made):
     """S and P V run at the same time: in the loop one wait leaves the later product running, one waits for it."""
     _, lines, _ = made

@@ -11,6 +11,7 @@ from fa_a2a import UlyssesAttention
 from fa_a2a.ops import advice
 from fa_a2a.ops.request import Request
 from fa_a2a.xstage import DESIGNS, load_profile
+from fa_a2a.xstage.speeds import Speed
 
 REQUEST = Request(
     batch=1,
@@ -66,16 +67,22 @@ def test_no_advice_without_a_model(request_, kernel, told):
     assert advice.exchange(request_, kernel, told) is None
 
 
-def test_the_kernel_whose_stores_cost_least(monkeypatch):
+def test_the_kernel_that_is_ready_first(monkeypatch):
+    """Of equal speed: two waves of 29 steps of 160 keys at 600 TFLOP/s, then the stores."""
     assert advice.kernel(["fa4"], REQUEST, reports()) == ("fa4", "")
-    designs = {"fa4": DESIGNS["stock"], "other": DESIGNS["persistent"]}
+    designs = {"fa4": DESIGNS["stock"], "other": DESIGNS["persistent"], "unmeasured": DESIGNS["persistent"]}
     monkeypatch.setattr(advice, "design_of", lambda kernel, capability: designs.get(kernel))
+    speeds = {("fa4", 128): Speed(600.0, 0.0), ("other", 128): Speed(600.0, 0.01)}
+    monkeypatch.setattr(advice, "shipped_speeds", lambda device: speeds)
+    attention_us = 2 * 4 * 128 * 29 * 160 * 128 * 132 / 600e6
+    numbers = f"'fa4' {attention_us + 13.8:.1f}, 'other' {attention_us + 5.8:.1f} us until ready"
     choice, reason = advice.kernel(["fa4", "other"], REQUEST, reports())
-    assert choice == "other"
-    assert (
-        reason == "kernel 'other': X-Stage expects its stores to cost least until ready (us: 'fa4' 13.8, 'other' 5.8)"
-    )
-    assert advice.kernel(["fa4", "unknown"], REQUEST, reports()) == ("fa4", "")
+    assert (choice, reason) == ("other", f"kernel 'other': X-Stage expects attention and exchange to take {numbers}")
+    for candidates in (["fa4", "unknown"], ["fa4", "unmeasured"]):
+        assert advice.kernel(candidates, REQUEST, reports()) == ("fa4", "")
+    speeds["other", 128] = Speed(600.0, 0.1)
+    choice, reason = advice.kernel(["fa4", "other"], REQUEST, reports())
+    assert choice == "fa4" and reason.endswith(f"{numbers}, and knows their speeds to {attention_us / 10:.1f} us")
 
 
 def test_a_cpu_is_no_gpu():

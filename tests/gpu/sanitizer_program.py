@@ -11,7 +11,14 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "cute")]
 from fa4_a2a.scatter import load_scatter  # noqa: E402
 from fa4_a2a.signal import Flags, Word, load_signal  # noqa: E402
 from one_gpu_ranks import Ranks, draw  # noqa: E402
+from test_overlap import start  # noqa: E402
 from test_persistent import Case, Signals, kernels  # noqa: E402
+
+from fa_a2a.comm.symmetric import Release  # noqa: E402
+from fa_a2a.layout import ExchangeShape  # noqa: E402
+from fa_a2a.ops.fa3 import _FA3  # noqa: E402
+from fa_a2a.ops.fused import local_sink  # noqa: E402
+from fa_a2a.xstage.tiles import FA3_TILES  # noqa: E402
 
 
 def signal(device, arch):
@@ -39,12 +46,37 @@ def persistent(device, arch, dim, tile):
     assert all(torch.equal(a, b) for a, b in zip(want, got))
 
 
+def overlapped(device, arch):
+    stock, case, _ = start(device, arch, (2, 160, 1))
+    case.arrive()
+    case.run(own_first=1, send_pace_ns=1500)
+    case.check(stock)
+
+
+def fa3(device, dim):
+    """Each tile: two chunks, rows and keys that end within one, grouped heads, two batch entries, LSE, the release."""
+    q = torch.randn(2, 2 * 130, 4, dim, device=device).bfloat16()
+    k, v = (torch.randn(2, 333, 2, dim, device=device).bfloat16() for _ in range(2))
+    sink, signals = local_sink(ExchangeShape(2, 260, 8, dim, 2, 2), torch.bfloat16, device), Signals(device)
+    flags = int(Flags.ADVANCE | Flags.PUBLISH)
+    release = Release(signals.table, 1, 4, signals.record.data_ptr(), signals.counter, flags, 10**9)
+    for tile in FA3_TILES[dim]:
+        kernel = _FA3(device, dim, "bfloat16", (tile,))
+        want, _ = kernel.local(q, k, v, 0.1, 1, True)
+        for launch in kernel.launches(q, k, v, 0.1, sink, True, release):
+            launch()
+        assert torch.equal(torch.cat(sink.o, 1), want)
+
+
 KERNELS = {
     "signal": signal,
     "scatter st": lambda device, arch: scatter(device, arch, "st"),
     "scatter bulk": lambda device, arch: scatter(device, arch, "bulk"),
     "persistent 128": lambda device, arch: persistent(device, arch, 128, (128, 160)),
     "persistent 64": lambda device, arch: persistent(device, arch, 64, (192, 128)),
+    "overlapped": overlapped,
+    "fa3 128": lambda device, arch: fa3(device, 128),
+    "fa3 64": lambda device, arch: fa3(device, 64),
 }
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from fa_a2a.comm.symmetric import Release
 from fa_a2a.layout import EPOCH_WORD, READY_WORD, SIGNAL_WORDS, ExchangeShape
 from fa_a2a.ops import kernels
+from fa_a2a.ops.fa3 import _FA3
 from fa_a2a.ops.fused import local_sink
 from fa_a2a.ops.kernels import Sink
+from fa_a2a.xstage.tiles import FA3_TILES
 
 
 @pytest.fixture
@@ -79,6 +81,10 @@ def test_any_scale(device, fa3, scale):
     bound = 2 * (torchs - want).abs().max() + 1e-6 if torchs.isfinite().all() else WITHOUT_TORCH
     assert (got.float() - want).abs().max() <= bound
     torch.testing.assert_close(lse, log_sum_exp(q, k, scale), rtol=1e-5, atol=1e-3)
+    sink = local_sink(ExchangeShape(1, 200, 2, 128, 1, 2), torch.bfloat16, device)
+    (launch,) = fa3(torch.bfloat16, 128).launches(q, k, v, scale, sink, True, None)
+    launch()
+    assert torch.equal(sink.o[0], got) and torch.equal(sink.lse[0], lse)
 
 
 def test_strided_views(device, fa3):
@@ -190,3 +196,28 @@ def test_wrong_arguments_are_refused(device, fa3, change, rule):
     q, k, v = draw(device, 1, 100, 100, 3, 3, 128, torch.bfloat16)
     with pytest.raises(ValueError, match=rule):
         partial(fa3(torch.bfloat16, 128).local, *change(q, k, v), 0.1, 1, False)()
+
+
+@pytest.mark.parametrize("head_dim", [dim for dim, tiles in FA3_TILES.items() if len(tiles) > 1])
+def test_tiles_compute_the_same_bits(device, fa3, head_dim):
+    """So a launch may take either, whatever the other launches of a call take."""
+    fa3(torch.bfloat16, head_dim)
+    q, k, v = draw(device, 2, 1000, 777, 6, 3, head_dim, torch.bfloat16)
+    got = [
+        _FA3(device, head_dim, "bfloat16", (tile,)).local(q, k, v, head_dim**-0.5, 1, True)
+        for tile in FA3_TILES[head_dim]
+    ]
+    for o, lse in got[1:]:
+        assert torch.equal(o, got[0][0]) and torch.equal(lse, got[0][1])
+
+
+def test_a_launch_takes_the_tile_whose_waves_end_first(device, fa3):
+    kernel = fa3(torch.bfloat16, 64)
+    assert kernel.num_sms == 132, "the shapes below are for so many"
+    for rows, heads, want in [(4608, 6, 128), (8192, 6, 192)]:
+        q, k, v = draw(device, 1, rows, rows, heads, heads, 64, torch.bfloat16)
+        sink = local_sink(ExchangeShape(1, rows, heads, 64, 1, 2), torch.bfloat16, device)
+        (launch,) = kernel.launches(q, k, v, 0.125, sink, False, None)
+        assert [t.rows for t, forward in kernel._forward.items() if forward is launch.func] == [want]
+        launch()
+        assert torch.equal(sink.o[0], kernel.local(q, k, v, 0.125, 1, False)[0])

