@@ -47,8 +47,8 @@ def simulate_attention(
 ) -> AttentionRun:
     """One launch of the kernel on one rank, every rank alike. The path holds the middle of the capacity's range.
 
-    spread: tiles' times vary uniformly by this share of the Q-loop to both sides; 0: all in step, the worst case but for
-    a few shapes whose last tiles a delay can hit.
+    spread: tiles' times vary uniformly by this share of the Q-loop to both sides; 0: all in step, the worst case
+    but for a few shapes whose last tiles a delay can hit.
     """
     if not 0 <= spread < 1:
         raise ConfigurationError(f"spread is a share of a tile's time, at least 0 and below 1; got {spread!r}")
