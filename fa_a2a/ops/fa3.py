@@ -6,6 +6,8 @@ A head_dim with more than one tile has an object for each, and a launch takes th
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,7 +34,8 @@ class _FA3:
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._forward = {t: load(Variant(head_dim, dtype, (t.rows, t.keys), output)) for t in tiles}
         self._paced = output == "staged"
-        self._silent = Release.none(device)
+        self._silent = _arguments(Release.none(device))
+        self._one = _OneChunk()
 
     def _tile(self, chunks: torch.Tensor) -> Tile:
         """For q (B, chunks, rows, h, D)."""
@@ -49,10 +52,9 @@ class _FA3:
         batch, seq, heads, _ = q.shape
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device) if with_lse else None
-        outputs = _outputs((o,), (lse,) if lse is not None else ())
         one = q.unsqueeze(1)
         forward = self._forward[self._tile(one)]
-        forward(one, k, v, *outputs, scale, 0, OWN_LAST, self.num_sms, *_arguments(self._silent))
+        forward(one, k, v, o, self._one.at(o, lse), lse, scale, 0, OWN_LAST, self.num_sms, *self._silent)
         return o, lse
 
     def fused(
@@ -79,12 +81,26 @@ class _FA3:
         tile, pace_ns = self._tile(chunks), 0
         if self._paced:
             pace_ns = slice_pace_ns(tile.rows, k.shape[1], head_dim, q.itemsize, self.num_sms, SLICE_ROWS)
-        end = _arguments(release or self._silent)
+        end = _arguments(release) if release is not None else self._silent
         forward = self._forward[tile]
         rest = (k, v, *outputs, abs(scale), pace_ns, OWN_LAST, self.num_sms, *end)
         if scale < 0:  # what is in q then comes with each launch
             return [lambda: forward(-chunks, *rest)]
         return [partial(forward, chunks, *rest)]
+
+
+class _OneChunk(threading.local):
+    """The table of addresses of an output in one piece, written anew for each call, which has read it when it returns.
+    A tensor made for each takes the host ten times as long."""
+
+    def __init__(self) -> None:
+        self._table = torch.zeros(2, 1, dtype=torch.int64)
+        self._words = (ctypes.c_int64 * 2).from_address(self._table.data_ptr())
+
+    def at(self, o: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+        self._words[0] = o.data_ptr()
+        self._words[1] = 0 if lse is None else lse.data_ptr()
+        return self._table
 
 
 def _outputs(

@@ -32,6 +32,8 @@ FA3_TILES: dict[int, tuple[Tile, ...]] = {
 def quickest(tiles: Sequence[Tile], *, rows: int, heads: int, num_sms: int) -> Tile:
     """Of tiles, the one whose waves end first; of equals the first. rows: queries of a head in one chunk, which tiles
     do not cross. heads: heads of all chunks and batch entries of the launch."""
+    if len(tiles) == 1:
+        return tiles[0]
     return min(tiles, key=lambda tile: _waves(rows, heads, tile.rows, num_sms) * tile.rows / tile.speed)
 
 
