@@ -7,7 +7,7 @@ values before the first block that holds a row of it. V's block was K's one call
 Acquire side, and why what is loaded is what the peer sent. Every lane acquires the part's word itself, by
 ld.acquire.sys. It finds the epoch, or a later one, of the call in which the peer's last sender released its stores
 (overlap_send.py), so all of them happen before what follows here. fence.proxy.async then orders that before the bulk
-loads that this lane starts. A part once acquired is remembered: later tiles of this CTA follow in program order. Other
+loads that this lane starts (variant `bulk_read` of litmus.py). A part once acquired is remembered: later tiles of this CTA follow in program order. Other
 CTAs acquire for themselves.
 
 Writing to the owner of chunk c (O and LSE of its tile) comes after its queries' part, which it sends in call n, behind
@@ -151,16 +151,21 @@ class Waits:
         epoch = ptx.load_relaxed_sys(own + 8 * EPOCH) + 1
         until = ptx.globaltimer() + release.deadline_ns
         code, looks, notice = Int32(int(Failure.DEADLINE)), Int32(0), Int64(0)
+        watched = chunk
         while code == int(Failure.DEADLINE) and ptx.globaltimer() < until:
             if reached(ptx.load_acquire_sys(word), epoch):
                 code = Int32(int(Failure.NONE))
-            elif self.departs(own, source, epoch):
-                code = Int32(int(Failure.FINGERPRINT))
+            elif self.departs(own, overlap.sources[watched], epoch):
+                code, chunk = Int32(int(Failure.FINGERPRINT)), watched
             elif looks % LOOKS_A_NOTICE == LOOKS_A_NOTICE - 1:
                 notice = ptx.load_relaxed_sys(own + 8 * TOLD)
                 if notice != 0 and ends(notice, 2 * epoch + Int64(int(Word.READY))):
                     code = Int32(int(Failure.TOLD))  # some rank does not end this call
             looks += 1
+            # Every peer in turn: the one waited for may have ended over another one's mark, its part unsent.
+            watched += 1
+            if watched >= self.load_params.num_chunks:
+                watched = Int32(0)
             if code == int(Failure.DEADLINE):
                 ptx.nanosleep(POLL_NS)
         if code == int(Failure.NONE) and ptx.load_relaxed_sys(mark) != overlap.fingerprint:
@@ -184,6 +189,7 @@ class Waits:
         if code == int(Failure.FINGERPRINT):
             # The trap may end the warp that does so before it has: the peer would wait out its deadline.
             self.open_call(overlap, release, cute.arch.lane_idx())
+            cute.arch.sync_warp()  # all lanes' words come before the fences of `report`, and so before the trap
         if cute.arch.lane_idx() == 0:
             claim = overlap.counters.iterator.toint() + 8 * int(Counter.FAULT)
             if ptx.add_relaxed_gpu(claim, Int64(1)) != 0:
