@@ -178,8 +178,9 @@ def _prepare(
     overlapped, why_overlapped = choose_overlap(group, request, kernel, exchange, device)
     failure: Exception | None = None
     adapter = None
-    fused = exchange == "fused"
+    fused, limit = exchange == "fused", config.default_number("FA_A2A_COMPILE_TIMEOUT_S")
     try:
+        limit = config.read_number("FA_A2A_COMPILE_TIMEOUT_S")
         grouped = heads_per_kv(shape, group.rank if shape.num_ranks > 1 else 0)
         adapter = kernels.load(
             *(kernel, device, request.torch_dtype, request.head_dim, request.with_lse, fused),
@@ -194,7 +195,6 @@ def _prepare(
     except Exception as error:  # told to the others below, then raised
         failure = error
     if group.size > 1:
-        limit = config.read_number("FA_A2A_COMPILE_TIMEOUT_S")
         told = group.exchange("compilation", None if failure is None else f"{type(failure).__name__}: {failure}", limit)
         failures = {r: text for r, text in enumerate(told) if text}
         if failure is None and failures:

@@ -98,17 +98,25 @@ def test_a_rank_that_gathers_wrongly_does_its_part_first(ranks, exchange, option
     assert well and well_too
 
 
-def environment(rank, size):
-    """FA_A2A_TIMEOUT_S is no number on rank 1."""
+def environment(rank, size, name):
+    """The variable is no number on rank 1."""
     fa_a2a.close()
     if rank:
-        os.environ["FA_A2A_TIMEOUT_S"] = "soon"
+        os.environ[name] = "soon"
     outcome = attempt(scatter_heads, *inputs(rank, size), kernel="cpu", exchange="fused")
-    os.environ.pop("FA_A2A_TIMEOUT_S", None)
+    os.environ.pop(name, None)
     return outcome, works(rank, size)
 
 
-def test_a_wrong_environment_on_one_rank(ranks):
-    for outcome, well in ranks(2).run(environment):
+def test_a_wrong_deadline_in_the_environment_of_one_rank(ranks):
+    for outcome, well in ranks(2).run(environment, name="FA_A2A_TIMEOUT_S"):
         assert outcome.error == "PeerMismatchError" and "FA_A2A_TIMEOUT_S must be" in outcome.text
+        assert outcome.seconds < SECONDS and well
+
+
+def test_a_wrong_limit_of_compilation_in_the_environment_of_one_rank(ranks):
+    found = ranks(2).run(environment, name="FA_A2A_COMPILE_TIMEOUT_S")
+    assert [outcome.error for outcome, _ in found] == ["PeerMismatchError", "ConfigurationError"]
+    for outcome, well in found:
+        assert "FA_A2A_COMPILE_TIMEOUT_S must be" in outcome.text
         assert outcome.seconds < SECONDS and well
