@@ -23,6 +23,7 @@ def test_contents(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {f"fa4_a2a/{p.name}" for p in (ROOT / "cute/fa4_a2a").glob("*.py")}
     sources |= {f"fa_a2a/csrc/fa3_a2a/{p.name}" for p in (ROOT / "csrc/fa3_a2a").iterdir()}
+    sources |= {str(p.relative_to(ROOT)) for suffix in ("py", "json") for p in (ROOT / "fa_a2a").rglob(f"*.{suffix}")}
     assert sources <= names
     assert {"fa_a2a/py.typed", "fa_a2a/csrc/fa3_a2a/README.md", "fa_a2a/xstage/profiles/h200x4.json"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
