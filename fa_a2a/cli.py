@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, more: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}")
+        end = "" if text.endswith("?") else "."
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}{end} {more}")
 
     lines = "Adds JSON lines to --out; numbers with commas between are measured one after the other."
     gpus = f"Needs two GPUs of one host; starts a process for each, or runs under torchrun. {lines}"

@@ -1,4 +1,5 @@
-"""Environment variables: this module is the only one that reads them. The README's table is made from VARIABLES."""
+"""Environment variables: every one of ours is read here (fa4_a2a.cache, which imports nothing of this package, reads
+FA_A2A_CACHE_DIR itself). The README's table is made from VARIABLES."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 // The end of a call: publish `ready` to every peer when all blocks have stored, and wait for theirs, until they come, one
 // says that it makes no further step, or the deadline is over.
 //
-// The words, the epochs, the notices and the record are those of the signal kernel (cute/fa4_a2a/signal.py); a rank's signal block is
-// the one of fa_a2a/layout.py. What must come before a peer acquires this rank's READY word: its O and LSE, and its reads
-// of Q, K and V. The chain:
+// The words, the epochs, the notices and the record are those of the signal kernel (cute/fa4_a2a/signal.py); a rank's
+// signal block is the one of fa_a2a/layout.py. What must come before a peer acquires this rank's READY word: its O and
+// LSE, and its reads of Q, K and V. The chain:
 //   1. Bulk stores were issued by the lane that waits here, without .read, until they are complete. Plain stores of the
 //      consumers come before their arrival at the named barrier that the store warp has waited at (kStaged for the LSE of
 //      a staged tile, kDone for everything of a direct one). So do the consumers' last reads of Q, K and V.
@@ -11,7 +11,8 @@
 //      before any block's addition happens before what the last block does next.
 //   3. The last block's warp executes fence.acq_rel.sys in each lane, which is cumulative, then each lane stores the
 //      epoch to its peer. No lane waits before all have published: else two ranks could wait for each other.
-// That the fence covers bulk stores to a peer, for which the wait of 1 returns too early, is shown by `fa-a2a litmus`.
+// That the fence covers bulk stores to a peer, for which the wait of 1 returns too early, is what `fa-a2a litmus` tests
+// as its variant `release`; plain stores of a direct epilogue are its `st_release`.
 // Only that one warp of the GPU waits, when all other blocks are through: the SMs are free for whatever a peer still needs.
 #pragma once
 

@@ -14,7 +14,8 @@ Release side:
      does next;
   3. that lane executes fence.acq_rel.sys and stores the epoch to the peer's word of the part. The fence is cumulative:
      all of the above comes before that store for any observer in the system that acquires it.
-It is the chain of scatter_kernel.py, step by step, with the fingerprint before the fence as there.
+It is the chain of scatter_kernel.py, step by step, with the fingerprint before the fence as there; litmus.py tests it
+as its variant `st_release`.
 
 Storing may begin at once: nobody reads the Q, K and V of the call before any more, since this rank acquired every
 peer's `ready` of that call in an earlier kernel of this stream. Its own K and V it read in that kernel itself.

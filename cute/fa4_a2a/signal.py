@@ -16,8 +16,8 @@ A rank's signal block is BLOCK_WORDS u64 words in symmetric memory, zero at the 
 The other words are unused. A notice: a reason (Told) in bits 0 and 1, the rank that gives it in 8 to 15, the rank it
 missed in 16 to 23, and from 24 on the low 40 bits of the first step it will not make, a step being 2 * epoch + Word.
 
-The orders that make it safe stand in signal_kernel.py; the protocol in the design's section
-on completion.
+The orders that make it safe stand in signal_kernel.py, the protocol in fa_a2a/comm/workspace.py, and fa_a2a/layout.py
+has the same words for the host.
 """
 
 from __future__ import annotations

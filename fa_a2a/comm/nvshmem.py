@@ -1,6 +1,6 @@
 """Symmetric memory between GPUs of one host: NVSHMEM through nvshmem4py's host API.
 
-Groups map into the process's one NVSHMEM world (nvshmemWORLD.py). A group that is the whole world allocates from
+Groups map into the process's one NVSHMEM world (nvshmem_world.py). A group that is the whole world allocates from
 NVSHMEM directly. NVSHMEM's allocation is collective over its world, so sub-groups, which must be able to grow alone,
 share an arena that is allocated once and divided by agreement inside the group.
 """

@@ -26,7 +26,7 @@ _MIB = 1024**2
 
 @dataclass(frozen=True)
 class ResidualTerms:
-    """What the exchange adds to one launch of attention, in us; letters as in the design notes."""
+    """What the exchange adds to one launch of attention, in us; letters as `fa-a2a audit` prints them."""
 
     wave_wait_us: float
     """a: wait for the store in the remote wave in step, as far as SMs of the last wave inherit it."""

@@ -1,5 +1,6 @@
-"""Situations that users of sequence-parallel attention run into, one by one, on CPU processes. Rows 7, 8, 9, 13 and 15
-have tests of their own beside what they belong to (test_groups, test_numbers, test_shared_memory, test_failures)."""
+"""Situations that users of sequence-parallel attention run into, one by one and numbered, on CPU processes. 7, 8, 9, 13
+and 15 stand beside what they belong to (test_groups, test_numbers, test_shared_memory, test_failures); on GPUs they
+have the same numbers."""
 
 import threading
 
