@@ -7,8 +7,8 @@ values before the first block that holds a row of it. V's block was K's one call
 Acquire side, and why what is loaded is what the peer sent. Every lane acquires the part's word itself, by
 ld.acquire.sys. It finds the epoch, or a later one, of the call in which the peer's last sender released its stores
 (overlap_send.py), so all of them happen before what follows here. fence.proxy.async then orders that before the bulk
-loads that this lane starts (variant `bulk_read` of litmus.py). A part once acquired is remembered: later tiles of this CTA follow in program order. Other
-CTAs acquire for themselves.
+loads that this lane starts (variant `bulk_read` of litmus.py). A part once acquired is remembered: later tiles of this
+CTA follow in program order. Other CTAs acquire for themselves.
 
 Writing to the owner of chunk c (O and LSE of its tile) comes after its queries' part, which it sends in call n, behind
 its last use of the output of call n-1 in stream order: the argument of comm/workspace.py with the queries' part in the

@@ -130,3 +130,34 @@ def test_a_deadline_is_told_to_every_peer(device, word, attention):
         assert (notice.reason, notice.rank, notice.missing) == (Reason.MISSED, 0, 1)
         # rank 0 has published this step itself: it is the next one that will not come
         assert notice.step == 2 * 8 + word + 1
+
+
+_OVERLAPPED = """
+import json, os, sys, torch
+sys.path[:0] = [{root!r}, {root!r} + "/cute", {root!r} + "/tests/gpu"]
+from test_overlap import EPOCH_BEFORE, Rank, kernels
+from fa4_a2a.signal import ARRIVED, FINGERPRINT
+case = Rank(torch.device("cuda"), kernels("sm_90a")[1], 3, 300, 2, 0)
+case.blocks[0, FINGERPRINT + 2] = {other}
+case.blocks[0, ARRIVED + 2] = EPOCH_BEFORE + 1
+torch.cuda.synchronize()
+case.run(num_sms=1)  # its first tile is of rank 1's queries
+try:
+    torch.cuda.synchronize()
+except Exception:
+    pass
+print(json.dumps(case.record.tolist()), flush=True)
+os._exit(0)
+"""
+
+
+def test_another_call_of_one_rank_ends_the_wait_for_another_rank(arch):
+    """Rank 0 waits for rank 1, which ended over rank 2's configuration before it had sent anything."""
+    from test_overlap import EPOCH_BEFORE, MARK
+
+    program = _OVERLAPPED.format(root=str(ROOT), other=MARK + 1)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.stdout, done.stderr
+    record = json.loads(done.stdout)
+    assert record[Record.CODE : Record.EXPECTED_EPOCH + 1] == [Failure.FINGERPRINT, 0, 0, 2, EPOCH_BEFORE + 1]
+    assert record[Record.EXPECTED_FINGERPRINT :] == [MARK, MARK + 1]
