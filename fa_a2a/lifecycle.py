@@ -20,7 +20,8 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
     """Joins this GPU to the symmetric memory of the default group. Collective over the default process group.
 
     Only needed on ranks that belong to no group that calls attention, while others do: NVSHMEM starts on all ranks
-    together. device: the current CUDA device by default. Raises UnsupportedError where the GPUs cannot share memory.
+    together. device: the current CUDA device by default. Raises UnsupportedError where the GPUs cannot share memory,
+    GroupError where a rank does not come within timeout_s seconds (FA_A2A_TIMEOUT_S or 30 by default).
     Without a GPU, or for a CPU device, there is nothing to start: it returns at once.
     """
     if device is not None and not isinstance(device, torch.device):
@@ -38,7 +39,8 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
 def close(group: ProcessGroup | DeviceMesh | str | None = None, timeout_s: float | None = None) -> None:
     """Frees the group's workspace and forgets its errors. Collective over the group.
 
-    Outputs that are views of the workspace end here. The next call makes a new workspace.
+    Outputs that are views of the workspace end here. The next call makes a new workspace. Raises PeerTimeoutError where
+    a rank does not close within timeout_s seconds, unless an earlier error had cut the ranks apart.
     """
     where = resolve(group)
     where.check_process()
