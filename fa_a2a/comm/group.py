@@ -68,10 +68,13 @@ class Group:
         self.settled.clear()
 
     def exchange(self, topic: str, value: object, timeout_s: float, watch: Watch | None = None) -> list[Any]:
-        """Channel.exchange; a failure poisons the group."""
+        """Channel.exchange; a failure poisons the group. Peers that wait at the channel hear of it there, those that
+        begin a call meanwhile from the workspace."""
         try:
             return self._channel.exchange(topic, value, timeout_s, watch)
         except BaseException as error:
+            if self.workspace is not None and not self.workspace.closed:
+                self.workspace.poison(error)
             self.poisoned = self.poisoned or str(error) or type(error).__name__
             raise
 

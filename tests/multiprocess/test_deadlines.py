@@ -211,6 +211,38 @@ def interrupted(rank, size):
     return stopped, refused, works(rank, size)
 
 
+def interrupted_in_an_agreement(rank, size):
+    """Ctrl-C on rank 0 while it waits for the others to agree on a new shape; then they make a call they know."""
+    fa_a2a.close()
+    call(rank, size, 20.0)
+    stopped = False
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            call(rank, size, 60.0, rows=11)
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+    torch.distributed.barrier()
+    outcome = attempt(call, rank, size, 60.0)
+    torch.distributed.barrier()
+    fa_a2a.close()
+    return stopped, outcome, works(rank, size)
+
+
+def test_interrupted_agreement_ends_the_peers_next_call_at_once(ranks):
+    (stopped, refused, well), *others = ranks(3).run(interrupted_in_an_agreement)
+    assert stopped and well
+    assert refused.error == "WorkspaceError"
+    for _, outcome, well in others:
+        assert outcome.error == "PeerFailedError", outcome
+        assert "rank 0 failed in call 2" in outcome.text
+        assert outcome.seconds < 10
+        assert well
+
+
 def test_interrupted_wait_poisons(ranks):
     (stopped, refused, well), (_, _, well_too) = ranks(2).run(interrupted)
     assert stopped
