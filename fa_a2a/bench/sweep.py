@@ -98,14 +98,14 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
         "serial": Method(lambda: serial.attend(q, k, v, plan, group)),
         "fused_op": Method(lambda: attention_gather(shards)),
     }
-    for name, adapter in _alone(plan, device).items():
+    for name, adapter in _alone(plan).items():
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
     calls = _calls(methods["fused_local"].call, device)
     times = interleaved(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick)
     return _line(case, device, group, plan, times, equal, calls) | prediction
 
 
-def _alone(plan: Plan, device: torch.device) -> dict[str, Any]:
+def _alone(plan: Plan) -> dict[str, Any]:
     """Adapters whose better one is fa_only, by method name."""
     others: dict[str, Any] = getattr(plan.adapter, "alternatives", dict)()
     return {"fa_only": plan.adapter} | {f"fa_only_{name}": adapter for name, adapter in others.items()}

@@ -1,5 +1,5 @@
-"""Situations that users of sequence-parallel attention run into, on GPUs. Rows 7, 9, 10 and 14 have tests of their own
-(test_groups_errors, test_fused_layer, test_graph_compile)."""
+"""Situations that users of sequence-parallel attention run into, on GPUs, numbered as in the multiprocess tier's
+test_cases.py. 7, 9, 10 and 14 stand in test_groups_errors, test_fused_layer and test_graph_compile."""
 
 import pytest
 import torch
