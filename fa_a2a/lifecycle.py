@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import config
 from .comm.group import all_groups, resolve
 from .errors import ConfigurationError
 from .ops.deadlines import own_options
@@ -31,7 +30,7 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
         from .comm.nvshmem_world import initialize as start
 
         where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-        start(where, seconds, int(config.read_number("FA_A2A_ARENA_MIB") * (1 << 20)))
+        start(where, seconds, with_arena=True)
     if refused is not None:
         raise refused
 

@@ -11,7 +11,6 @@ import ctypes
 
 import torch
 
-from .. import config
 from ..errors import UnsupportedError, WorkspaceError
 from ..layout import SIGNAL_WORDS, Notice, Word, aligned
 from .group import Group, world
@@ -34,12 +33,19 @@ class Nvshmem(SymmetricMemory):
 
         self.group, self.device = group, device
         self.whole_world = group.size == world().size
-        arena = 0 if self.whole_world else int(config.read_number("FA_A2A_ARENA_MIB") * (1 << 20))
-        initialize(device, timeout_s, arena)
+        initialize(device, timeout_s, with_arena=not self.whole_world)
         from nvshmem import bindings
 
+        problem = None
+        try:
+            self._signal = load_signal("sm_{}{}a".format(*torch.cuda.get_device_capability(device)))
+        except Exception as error:  # this rank's own: told to the others, who would wait for it
+            problem = f"{type(error).__name__}: {error}"
         # asked anew for each group: PE numbers last as long as the process, ranks as long as the default group
-        self.positions = tuple(group.exchange("nvshmem pe", int(bindings.my_pe()), timeout_s))
+        told = group.exchange("nvshmem pe", (int(bindings.my_pe()), problem), timeout_s)
+        if problems := [f"rank {r}: {text}" for r, (_, text) in enumerate(told) if text]:
+            raise UnsupportedError(f"the signal kernel could not be loaded ({'; '.join(problems)})")
+        self.positions = tuple(pe for pe, _ in told)
         self.world = WORLD.size
         self._free_what_was_left(timeout_s)
         with torch.inference_mode(False):
@@ -48,19 +54,25 @@ class Nvshmem(SymmetricMemory):
         # read on every call: by ctypes, since a look through torch costs microseconds
         self._fields = (ctypes.c_int64 * _RECORD_WORDS).from_address(self._record.data_ptr())
         self._tables: dict[int, torch.Tensor] = {}
-        major, minor = torch.cuda.get_device_capability(device)
-        self._signal = load_signal(f"sm_{major}{minor}a")
 
     def allocate(self, nbytes: int, timeout_s: float) -> SymmetricBlock:
         from nvshmem import bindings
 
         nbytes = aligned(nbytes)
-        own = malloc(nbytes) if self.whole_world else self._divide(nbytes, timeout_s)
+        own, full = 0, None
+        try:
+            own = malloc(nbytes) if self.whole_world else self._divide(nbytes, timeout_s)
+        except WorkspaceError as error:
+            full = str(error)
         addresses = tuple(
-            own if r == self.group.rank else bindings.ptr(own, self.positions[r]) for r in range(self.group.size)
+            own if r == self.group.rank or not own else bindings.ptr(own, self.positions[r])
+            for r in range(self.group.size)
         )
         problem = None if all(addresses) else f"no mapping of rank {addresses.index(0)}'s memory"
-        told = self.group.exchange("mappings", problem, timeout_s)
+        ends = self.group.exchange("mappings", (full, problem), timeout_s)
+        if texts := sorted({text for text, _ in ends if text}):
+            raise WorkspaceError("; ".join(texts))
+        told = [text for _, text in ends]
         if problems := [f"rank {r}: {text}" for r, text in enumerate(told) if text]:
             raise UnsupportedError(
                 f"NVSHMEM cannot join these GPUs ({'; '.join(problems)}); each process must see all GPUs of the group "

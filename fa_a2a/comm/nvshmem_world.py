@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import config
-from ..errors import GroupError, UnsupportedError, WorkspaceError
+from ..errors import ConfigurationError, GroupError, UnsupportedError, WorkspaceError
 from .group import Group, host_identity, world
 from .symmetric import SymmetricBlock
 
@@ -82,8 +82,8 @@ def joint_problem(found: list[dict[str, Any]], device: torch.device) -> str | No
     return None
 
 
-def initialize(device: torch.device, timeout_s: float, arena_bytes: int = 0) -> None:
-    """Joins this process to the NVSHMEM world, and allocates the arena where any rank asks for one.
+def initialize(device: torch.device, timeout_s: float, with_arena: bool) -> None:
+    """Joins this process to the NVSHMEM world, and allocates the arena (FA_A2A_ARENA_MIB) where any rank asks for one.
 
     Collective over the default process group, like the creation of a group. Raises UnsupportedError, the same on every
     rank, where the ranks cannot share memory; GroupError naming the ranks that did not come in time.
@@ -95,16 +95,23 @@ def initialize(device: torch.device, timeout_s: float, arena_bytes: int = 0) -> 
             f"this process's NVSHMEM world has {WORLD.size} ranks, for good, and the default group was made anew with "
             f"{world().size}; start processes anew, or use exchange='collective'"
         )
-    if WORLD.joined and (not arena_bytes or WORLD.arena is not None):
+    if WORLD.joined and (not with_arena or WORLD.arena is not None):
         return
     everyone = world()
+    mine = {**find(device), "arena": 0, "wrong": None}
     try:
-        entries = everyone.exchange("nvshmem", {**find(device), "arena": arena_bytes}, timeout_s)
+        mine["arena"] = int(config.read_number("FA_A2A_ARENA_MIB") * (1 << 20)) if with_arena else 0
+    except ConfigurationError as error:  # this rank's own: the others must not wait for it
+        mine["wrong"] = str(error)
+    try:
+        entries = everyone.exchange("nvshmem", mine, timeout_s)
     except TimeoutError as error:
         raise GroupError(
             f"NVSHMEM starts on all ranks of the default group together, and some did not come: {error}; "
             "where a rank takes part in no group, call fa_a2a.initialize() there"
         ) from error
+    if wrong := [f"rank {r}: {entry['wrong']}" for r, entry in enumerate(entries) if entry["wrong"]]:
+        raise ConfigurationError("; ".join(wrong))
     problem = joint_problem(entries, device)
     # can_device_access_peer is each rank's own finding: one rank's reason is everyone's
     problems = [p for p in everyone.exchange("nvshmem verdict", problem, timeout_s) if p]
