@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from . import errors as errors
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -27,6 +29,7 @@ __all__ = [
     "__version__",
     "attention_gather",
     "close",
+    "errors",
     "initialize",
     "memory_bytes",
     "scatter_heads",

@@ -12,7 +12,7 @@ from typing import Any
 from .. import config
 from ..errors import ConfigurationError
 from .record import content_hash
-from .support import SUPPORT
+from .support import OVERLAPPED, SUPPORT
 
 Lines = list[dict[str, Any]]
 
@@ -99,7 +99,8 @@ def kernel_sentence(lines: Lines) -> str:
             shape = f"({x['seq_len']}, {x['local_heads']})"
             told.setdefault(x["head_dim"], []).append(f"{x['vs_fa4']:.3f}{_mark(x)} at {shape}")
     parts = [f"D = {dim}: {', '.join(shapes)}" for dim, shapes in sorted(told.items(), reverse=True)]
-    return "; ".join(parts) + "." + _forms_sentence(lines)
+    told_by = "Speed of `fa3` over `fa4` on one H200 (`fa-a2a kernel`), paired ratios at (S, heads): "
+    return told_by + "; ".join(parts) + "." + _forms_sentence(lines)
 
 
 def _forms_sentence(lines: Lines) -> str:
@@ -175,7 +176,7 @@ def environment_table(lines: Lines) -> str:
 def support_list(lines: Lines) -> str:
     paths = dict.fromkeys(x.gpu for x in SUPPORT)
     found = [f"*{path}*: {'; '.join(x.what for x in SUPPORT if x.gpu == path)}." for path in paths]
-    return "Shapes, also combined, and with LSE. " + " ".join(found)
+    return f"Shapes, also combined, and with LSE. *overlapped*, on GPUs: {OVERLAPPED}. " + " ".join(found)
 
 
 TABLES: dict[str, Callable[[Lines], str]] = {

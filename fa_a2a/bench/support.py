@@ -24,6 +24,10 @@ class Support:
         return "collective" if self.gpu == LOCAL else "fused"
 
 
+# What ops/overlap_schedule.py's `problem` asks for.
+OVERLAPPED = (
+    "batch 1, head_dim 128, equal shards and heads, as many K/V heads, all keys, no `norm_rope`, the default group"
+)
 UNEVEN: dict[str, Any] = {"seq": 331, "sizes": "split"}
 SUPPORT = (
     Support("any batch, head_dim 64 and 128", {"seq": 384, "batch": 2, "heads": 12}),

@@ -8,6 +8,7 @@ share an arena that is allocated once and divided by agreement inside the group.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import torch
 
@@ -181,8 +182,9 @@ class Nvshmem(SymmetricMemory):
             return None
         code, word, rank, peer, expected, found, _, last = self._fields
         if code == _TOLD and (notice := Notice.unpacked(last % (1 << 64))) is not None:
-            return Fault.told(notice, Word(word), rank, expected)
-        return Fault("mismatch" if code == _MISMATCH else "deadline", Word(word), rank, peer, expected, found)
+            return replace(Fault.told(notice, Word(word), rank, expected), in_kernel=True)
+        kind = "mismatch" if code == _MISMATCH else "deadline"
+        return Fault(kind, Word(word), rank, peer, expected, found, in_kernel=True)
 
     def words(self, block: SymmetricBlock) -> list[int]:
         torch.cuda.current_stream(self.device).synchronize()

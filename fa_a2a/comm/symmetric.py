@@ -28,7 +28,8 @@ class SymmetricBlock:
 @dataclass(frozen=True)
 class Fault:
     """Why a wait ended without success: "deadline"; "mismatch"; "failed", as `peer` said itself; "missed", as
-    `teller` says who waited for `peer` until its own deadline."""
+    `teller` says who waited for `peer` until its own deadline. in_kernel: found by a kernel, which then ended itself
+    and with it the process's CUDA context."""
 
     kind: str
     word: Word
@@ -37,6 +38,7 @@ class Fault:
     expected_epoch: int
     found_epoch: int
     teller: int = -1
+    in_kernel: bool = False
 
     @staticmethod
     def told(notice: Notice, word: Word, rank: int, epoch: int) -> Fault:
@@ -46,26 +48,29 @@ class Fault:
         return Fault("missed", word, rank, notice.missing, epoch, 0, notice.rank)
 
     def error(self, timeout_s: float) -> FaA2AError:
+        way_out = "call fa_a2a.close(group) on every rank, then go on"
+        if self.in_kernel:
+            way_out = "the CUDA context of this process has ended: start the processes anew"
         step = {Word.ARRIVED: "the exchange before attention", Word.READY: "the exchange after attention"}[self.word]
         if self.kind == "failed":
             return PeerFailedError(
                 f"rank {self.peer} failed in call {self.expected_epoch}, or left it unfinished: its own error says "
-                "why; call fa_a2a.close(group) on every rank, then go on"
+                f"why; {way_out}"
             )
         if self.kind == "missed":
             return PeerTimeoutError(
                 f"rank {self.teller} gave up waiting for rank {self.peer}, and with it call {self.expected_epoch} "
-                f"(rank {self.rank} was in {step}); the workspace must be made anew on every rank"
+                f"(rank {self.rank} was in {step}); {way_out}"
             )
         if self.kind == "deadline":
             return PeerTimeoutError(
                 f"rank {self.peer} did not finish {step} of call {self.expected_epoch} within {timeout_s:g} s "
-                f"(rank {self.rank} found its call {self.found_epoch}); the workspace must be made anew on every rank"
+                f"(rank {self.rank} found its call {self.found_epoch}); {way_out}"
             )
         return PeerMismatchError(
             f"rank {self.peer} made call {self.expected_epoch} with other arguments than rank {self.rank}, or failed "
             f"in it: rank {self.peer}'s own error says what differs; shapes, dtypes and options must be the same on "
-            "every rank; call fa_a2a.close(group) on every rank, then go on"
+            f"every rank; {way_out}"
         )
 
 

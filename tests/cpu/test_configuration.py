@@ -72,7 +72,7 @@ def test_public_names_resolve_and_are_all_listed():
     assert dir(fa_a2a) == sorted(fa_a2a.__all__)
     for name in fa_a2a.__all__:
         assert getattr(fa_a2a, name) is not None
-    assert set(fa_a2a._HOME) | {"__version__"} == set(fa_a2a.__all__)
+    assert set(fa_a2a._HOME) | {"__version__", "errors"} == set(fa_a2a.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         fa_a2a.nothing  # noqa: B018
 
