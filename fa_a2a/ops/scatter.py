@@ -45,15 +45,15 @@ def scatter(
     own copy of its heads into its own buffers, into Q once for each chunk.
     """
     workspace.take_turn("scatter")
-    workspace.order_streams()
-    prepared = workspace.prepare(Prepared, plan)
-    with step("scatter_heads", q.device):
-        workspace.poison_output()
-        try:
+    try:
+        workspace.order_streams()
+        prepared = workspace.prepare(Prepared, plan)
+        with step("scatter_heads", q.device):
+            workspace.poison_output()
             prepared.store(q, k, v, timeout_s, norm_rope)
-        except BaseException as error:
-            workspace.poison(error)
-            raise
+    except BaseException as error:
+        workspace.poison(error)
+        raise
     return workspace.prepare(fused.Prepared, plan).qkv
 
 
