@@ -229,6 +229,7 @@ def no_file(rank, size):
     fa_a2a.close()
     layer = UlyssesAttention(kernel="cpu", exchange="fused", timeout_s=20)
     layer(*inputs(rank, size))
+    held = resolve(None).workspace.block  # whose mappings hold files, too
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = []
     try:
@@ -242,6 +243,7 @@ def no_file(rank, size):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in taken:
             os.close(fd)
+    assert held.nbytes > 0
     return outcome, attempt(layer, *inputs(rank, size)).error, works(rank, size)
 
 
