@@ -25,7 +25,9 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
     """
     if device is not None and not isinstance(device, torch.device):
         raise ConfigurationError(f"device must be a torch.device or None, got {device!r}")
-    if device is not None and (device.type not in ("cpu", "cuda") or not _is_here(device)):
+    if device is not None and device.type == "cuda":
+        resolve(None)  # GroupError before anything about the device
+    if device is not None and not _is_here(device):
         raise ConfigurationError(
             f"device must be a CPU or one of this process's {torch.cuda.device_count()} CUDA devices, got {device}"
         )
@@ -40,7 +42,7 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
 
 
 def _is_here(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
+    return device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
 
 
 def close(group: ProcessGroup | DeviceMesh | str | None = None, timeout_s: float | None = None) -> None:
