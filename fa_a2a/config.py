@@ -63,11 +63,11 @@ def default_number(name: str) -> float:
 
 
 def debug() -> bool:
-    return read("FA_A2A_DEBUG") not in _OFF
+    return read("FA_A2A_DEBUG").lower() not in _OFF
 
 
 def share_gpu() -> bool:
-    return read("FA_A2A_SHARE_GPU") not in _OFF
+    return read("FA_A2A_SHARE_GPU").lower() not in _OFF
 
 
 def required_tiers() -> list[str]:

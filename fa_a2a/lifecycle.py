@@ -25,6 +25,12 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
     """
     if device is not None and not isinstance(device, torch.device):
         raise ConfigurationError(f"device must be a torch.device or None, got {device!r}")
+    if device is not None and device.type == "cuda":
+        resolve(None)  # GroupError before anything about the device
+    if device is not None and not _is_here(device):
+        raise ConfigurationError(
+            f"device must be a CPU or one of this process's {torch.cuda.device_count()} CUDA devices, got {device}"
+        )
     seconds, refused = own_options(timeout_s)
     if device.type == "cuda" if device is not None else torch.cuda.is_available():
         from .comm.nvshmem_world import initialize as start
@@ -33,6 +39,10 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
         start(where, seconds, with_arena=True)
     if refused is not None:
         raise refused
+
+
+def _is_here(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
 
 
 def close(group: ProcessGroup | DeviceMesh | str | None = None, timeout_s: float | None = None) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 DEFAULT_RANKS = 4
 MOST_RANKS = 8
+USUAL_ROWS = 128
+MOST_TILES = 2_000_000
 HIDDEN = 0.95  # of the exchange, from which on it is called hidden
 
 
@@ -83,6 +85,18 @@ def even_heads(heads: int, seq_len: int, ranks: int) -> tuple[int, list[str]]:
         most = even_split(seq_len, ranks)[0]
         notes.append(f"{seq_len} tokens over {ranks} ranks: shards of {most} or {most - 1}; predicted for {most}")
     return heads, notes
+
+
+def check_tiles(seq_len: int, heads: int, tile_rows: int | None) -> None:
+    """ConfigurationError for more tiles than the model, which goes through them one by one, has done in half a minute.
+    What is no shape at all is left to AttentionShape."""
+    rows = tile_rows if tile_rows is not None and tile_rows > 0 else USUAL_ROWS
+    tiles = -(-seq_len // rows) * heads
+    if tiles > MOST_TILES:
+        raise ConfigurationError(
+            f"the model goes through the tiles one by one, at most {MOST_TILES}; got {tiles:.3g} of {rows} rows; "
+            "use fewer tokens or heads: longer sequences hide more"
+        )
 
 
 def verdict(cost: CostPrediction) -> str:

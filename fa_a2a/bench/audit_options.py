@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     heads, notes = words.even_heads(arguments.heads, arguments.seq_len, profile.num_ranks)
     call = {"batch": arguments.batch, "seq_len": arguments.seq_len, "num_heads": heads, "head_dim": arguments.head_dim}
     call["num_ranks"] = profile.num_ranks
+    words.check_tiles(arguments.seq_len, heads, arguments.tile_rows)
     for text in (note, *notes):
         print(f"{text}.")
     assumed = "TAKEN FOR" in note

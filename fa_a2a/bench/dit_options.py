@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
     timed = not arguments.check
     counts = main.rank_counts(arguments.ranks, kind, timed=timed)
-    modes = tuple(checks.unique((arguments.modes or ("eager" if kind == "cpu" else "eager,graph")).split(",")))
+    asked = arguments.modes if arguments.modes is not None else "eager" if kind == "cpu" else "eager,graph"
+    modes = tuple(checks.unique(asked.split(",")))
     if unknown := [mode for mode in modes if mode not in dit.MODES]:
         raise ConfigurationError(f"--modes takes {', '.join(dit.MODES)} with commas between, got {unknown[0]!r}")
     if kind == "cpu" and "graph" in modes:
@@ -79,8 +80,8 @@ def parse(arguments: argparse.Namespace, kind: str, counts: list[int]) -> dict[i
     from .dit_models import Case
 
     gpu = kind == "cuda"
-    text = arguments.text or (512 if gpu else 32)
-    rounds = arguments.rounds or (5 if gpu else 1)
+    text = arguments.text if arguments.text is not None else 512 if gpu else 32
+    rounds = arguments.rounds if arguments.rounds is not None else 5 if gpu else 1
     for name, value in (("--text", text), ("--rounds", rounds)):
         if value < 1:
             raise ConfigurationError(f"{name} must be at least 1, got {value}")

@@ -48,7 +48,7 @@ def rank_counts(asked: list[int] | None, kind: str, *, timed: bool = True) -> li
                 "this measures several GPUs, and the machine has one; sweep, dit and soak also take --device cpu"
             )
     if min(counts) < 2:
-        raise ConfigurationError("one rank has nothing to exchange: --ranks must be at least 2, got 1")
+        raise ConfigurationError(f"one rank has nothing to exchange: --ranks must be at least 2, got {min(counts)}")
     if max(counts) > MAX_RANKS:
         raise ConfigurationError(f"--ranks must be at most {MAX_RANKS}, which a group has at most, got {max(counts)}")
     return counts

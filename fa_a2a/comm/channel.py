@@ -96,11 +96,11 @@ class Channel:
             self._sweep(f"{prefix}/{self.rank}")
         except Exception as error:
             if isinstance(error, FaA2AError):
-                self._abandon(error)
+                self.abandon(error)
                 raise
             raise self._gone(topic, error) from error
         except BaseException as error:  # Ctrl-C: this rank will not read the others' values
-            self._abandon(error)
+            self.abandon(error)
             raise
         return values
 
@@ -135,13 +135,13 @@ class Channel:
     def _abandoned(self) -> str:
         return f"{self.incarnation}/abandoned"
 
-    def _abandon(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Tells ranks that come later that nobody waits for them any more. Best effort: the store may be gone."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # of a rank that met nobody yet, too: nobody waits for it here
             if not self._met.check([self._abandoned]):
                 told = [
                     isinstance(error, PeerMismatchError),
-                    f"rank {self.rank} gave up: {error or type(error).__name__}",
+                    f"rank {self.rank} gave up: {str(error) or type(error).__name__}",
                 ]
                 self._met.set(self._abandoned, json.dumps(told))
 

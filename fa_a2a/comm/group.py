@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import GroupError
+from ..errors import FaA2AError, GroupError
 from .channel import Channel, Watch
 
 if TYPE_CHECKING:
@@ -76,6 +78,19 @@ class Group:
             if self.workspace is not None and not self.workspace.closed:
                 self.workspace.poison(error)
             self.poisoned = self.poisoned or str(error) or type(error).__name__
+            raise
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around steps that every rank makes. An error of this library is one that all ranks have; what else ends the
+        steps here, Ctrl-C say, is this rank's alone: it is told, so that nobody waits for what comes no more."""
+        try:
+            yield
+        except FaA2AError:
+            raise
+        except BaseException as error:
+            self.poisoned = self.poisoned or str(error) or type(error).__name__
+            self._channel.abandon(error)
             raise
 
     def leave(self, timeout_s: float) -> None:

@@ -134,10 +134,15 @@ class SharedMemory(SymmetricMemory):
             )
 
     def allocate(self, nbytes: int, timeout_s: float) -> SymmetricBlock:
-        fd, path, name = _create()
+        fd, path, name, own, identity = -1, "", None, None, [0, 0]
         try:
-            own, problem = _reserve(fd, nbytes)
-            told = self.group.exchange("shared memory", (path, _identity(fd), problem), timeout_s)
+            try:
+                fd, path, name = _create()
+                own, problem = _reserve(fd, nbytes)
+                identity = _identity(fd)
+            except OSError as error:
+                problem = str(error)
+            told = self.group.exchange("shared memory", (path, identity, problem), timeout_s)
             if troubles := [f"rank {r}: {trouble}" for r, (_, _, trouble) in enumerate(told) if trouble]:
                 raise WorkspaceError(
                     f"no {nbytes} bytes of shared memory to be had ({'; '.join(troubles)}); "
@@ -155,7 +160,8 @@ class SharedMemory(SymmetricMemory):
                     "user and see each other in /proc (containers: --pid=container:...), or use exchange='collective'"
                 )
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             if name is not None:
                 os.unlink(name)
         peers = tuple(torch.frombuffer(m, dtype=torch.uint8) for m in maps)

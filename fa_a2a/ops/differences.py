@@ -14,6 +14,9 @@ from .request import Request
 def compare(reports: Sequence[Mapping[str, str | None]]) -> None:
     """Raises PeerMismatchError, the same on every rank, unless all ranks report one request."""
     requests = [json.loads(report["request"] or "{}") for report in reports]
+    if len({frozenset(request) for request in requests}) > 1:
+        ways = "; ".join(f"rank {rank}: {_way(request)}" for rank, request in enumerate(requests))
+        raise PeerMismatchError(f"attention must take the same way on every rank, with the same kind of mask; {ways}")
     differing = [name for name in requests[0] if any(r[name] != requests[0][name] for r in requests)]
     if differing:
         rows = "; ".join(
@@ -22,6 +25,13 @@ def compare(reports: Sequence[Mapping[str, str | None]]) -> None:
         raise PeerMismatchError(
             f"shapes, dtypes and options must be the same on every rank; {rows}{_unequal_shards(requests, differing)}"
         )
+
+
+def _way(request: Mapping[str, Any]) -> str:
+    """Of a call of UlyssesAttention its lengths, which may be a mask's; of masked attention its tensors."""
+    if "key_lengths" in request:
+        return f"no mask, key_lengths={request['key_lengths']}"
+    return ", ".join(f"{name}={value}" for name, value in request.items())
 
 
 def _unequal_shards(requests: list[dict[str, Any]], differing: list[str]) -> str:

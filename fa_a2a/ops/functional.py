@@ -137,7 +137,7 @@ def _signature(t: torch.Tensor, grad: bool) -> object:
     """What of a tensor decides whether a call is taken; the type of what is no tensor."""
     if not isinstance(t, torch.Tensor):
         return type(t)
-    return t.shape, t.dtype, t.device, grad and t.requires_grad
+    return type(t), t.layout, t.shape, t.dtype, t.device, grad and t.requires_grad
 
 
 def _unreadable(error: Exception) -> ConfigurationError:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
 
 from .. import config
 from ..comm.group import Group
-from ..errors import ConfigurationError, FaA2AError, PeerMismatchError, PeerTimeoutError
+from ..errors import ConfigurationError, FaA2AError, PeerMismatchError
 from ..layout import ExchangeShape, fingerprint
-from . import advice, differences, kernel_choice, kernels
+from . import advice, agreement, differences, kernel_choice, kernels
 from .exchange_choice import choose_exchange, choose_overlap
 from .kernels import AttentionKernel
 from .norm_rope import KERNEL_HEAD_DIMS
@@ -106,51 +105,36 @@ def _agree_each_time(plan: Plan) -> bool:
 def _agree(
     group: Group, request: Request | FaA2AError, device: torch.device, timeout_s: float
 ) -> list[dict[str, str | None]]:
-    if isinstance(request, Request):
-        mine: dict[str, str | None] = {"request": json.dumps(asdict(request)), "error": None}
-        for name in kernels.KERNELS:
-            of_request = (request.torch_dtype, request.head_dim, request.with_lse, request.causal)
-            mine[name] = kernels.problem(name, device, *of_request) or scale_problem(name, request.scale)
-            mine[kernel_choice.uncompiled_key(name)] = kernels.uncompiled(name, device, *of_request[:2])
-        mine[advice.GPU] = advice.gpu_of(device)
-    else:
-        mine = {"request": None, "error": f"{type(request).__name__}: {request}"}
-    if group.size == 1:
-        if isinstance(request, FaA2AError):
-            raise request
-        return [mine]
-
-    def watch(has_come: Callable[[int], bool]) -> None:
-        """Peers that have begun a call this rank knows nothing of are not coming to agree: end theirs, too. One that
-        has come was through with this exchange before its call."""
-        ahead = [] if group.workspace is None else group.workspace.peers_ahead()
-        if group.workspace is None or not (ahead := [r for r in ahead if not has_come(r)]):
-            return
-        group.workspace.abort()
-        what = (
-            str(request)
-            if isinstance(request, FaA2AError)
-            else differences.from_known(request, [plan.request for plan in group.plans.values()])
-        )
-        message = f"rank {group.rank} departs from a call that ranks {ahead} have begun: {what}"
-        group.poisoned = message
-        raise PeerMismatchError(
-            f"{message}; shapes, dtypes and options must be the same on every rank; call fa_a2a.close(group) on every "
-            "rank, then go on"
-        )
-
     try:
-        reports = group.exchange("agreement on the arguments", mine, timeout_s, watch)
-    except PeerTimeoutError as error:
-        raise (request if isinstance(request, FaA2AError) else error) from error
-    errors = {r: report["error"] for r, report in enumerate(reports) if report["error"]}
-    kinds = {str(text).partition(":")[0] for text in errors.values()}
-    if len(errors) == group.size and len(kinds) == 1 and isinstance(request, FaA2AError):
-        raise request  # texts may differ, in a device's number say
-    if errors:
-        raise PeerMismatchError("; ".join(f"rank {r}: {text}" for r, text in errors.items()))
-    differences.compare(reports)
-    return reports
+        mine = _report(request, device)
+    except Exception as error:  # of what only this rank's machine has: a folder that cannot be read, say
+        request = ConfigurationError(f"what runs here cannot be told: {type(error).__name__}: {error}")
+        request.__cause__ = error
+        mine = agreement.report_of(request)
+    if isinstance(request, FaA2AError):
+        if group.size == 1:
+            raise request
+        return agreement.agree(group, mine, request, lambda: "", timeout_s)
+    if group.size == 1:
+        return [mine]
+    asked = request
+    known = group.plans.values()
+    return agreement.agree(
+        group, mine, None, lambda: differences.from_known(asked, [plan.request for plan in known]), timeout_s
+    )
+
+
+def _report(request: Request | FaA2AError, device: torch.device) -> dict[str, str | None]:
+    """What this rank tells the others: the request, and which kernels could run it here; or why there is none."""
+    if isinstance(request, FaA2AError):
+        return agreement.report_of(request)
+    mine: dict[str, str | None] = {"request": json.dumps(asdict(request)), "error": None}
+    for name in kernels.KERNELS:
+        of_request = (request.torch_dtype, request.head_dim, request.with_lse, request.causal)
+        mine[name] = kernels.problem(name, device, *of_request) or scale_problem(name, request.scale)
+        mine[kernel_choice.uncompiled_key(name)] = kernels.uncompiled(name, device, *of_request[:2])
+    mine[advice.GPU] = advice.gpu_of(device)
+    return mine
 
 
 def scale_problem(kernel: str, scale: float) -> str | None:
@@ -171,42 +155,35 @@ def _prepare(
 ) -> Plan:
     """Chooses the path, compiles the kernel and makes room in the workspace; every rank or none."""
     shape = request.shape(group.size)
-    kernel, why_kernel = kernel_choice.choose(group, request, reports, device)
-    exchange, why_exchange = choose_exchange(group, request, kernel, device, timeout_s)
-    if request.exchange == "auto" and exchange == "fused" and request.is_plain and shape.is_equal:
-        exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
-    overlapped, why_overlapped = choose_overlap(group, request, kernel, exchange, device)
     failure: Exception | None = None
     adapter = None
-    fused, limit = exchange == "fused", config.default_number("FA_A2A_COMPILE_TIMEOUT_S")
-    try:
-        limit = config.read_number("FA_A2A_COMPILE_TIMEOUT_S")
-        grouped = heads_per_kv(shape, group.rank if shape.num_ranks > 1 else 0)
-        adapter = kernels.load(
-            *(kernel, device, request.torch_dtype, request.head_dim, request.with_lse, fused),
-            *((grouped, request.causal) if kernel in kernels.BUILT else ()),
-        )
-        if fused and device.type == "cuda" and not request.head_sharded:
-            from . import overlap, scatter
-
-            scatter.load(device, request.dtype, request.head_dim, shape.is_equal, request.norm_rope)
-            if overlapped:
-                overlap.load(device, request.dtype, request.head_dim, request.with_lse)
-    except Exception as error:  # told to the others below, then raised
-        failure = error
-    if group.size > 1:
-        told = group.exchange("compilation", None if failure is None else f"{type(failure).__name__}: {failure}", limit)
-        failures = {r: text for r, text in enumerate(told) if text}
-        if failure is None and failures:
-            raise PeerMismatchError(
-                "; ".join(f"rank {r} could not prepare kernel '{kernel}': {t}" for r, t in failures.items())
-            )
+    with group.together():
+        kernel, why_kernel = kernel_choice.choose(group, request, reports, device)
+        exchange, why_exchange = choose_exchange(group, request, kernel, device, timeout_s)
+        if request.exchange == "auto" and exchange == "fused" and request.is_plain and shape.is_equal:
+            exchange, why_exchange = advice.exchange(request, kernel, reports) or (exchange, why_exchange)
+        overlapped, why_overlapped = choose_overlap(group, request, kernel, exchange, device)
+        limit = config.default_number("FA_A2A_COMPILE_TIMEOUT_S")
+        try:
+            limit = config.read_number("FA_A2A_COMPILE_TIMEOUT_S")
+            adapter = _load(group, request, kernel, exchange == "fused", overlapped, device)
+        except Exception as error:  # told to the others below, then raised
+            failure = error
+        if group.size > 1:
+            text = None if failure is None else f"{type(failure).__name__}: {failure}"
+            told = group.exchange("compilation", text, limit)
+            failures = {r: text for r, text in enumerate(told) if text}
+            if failure is None and failures:
+                raise PeerMismatchError(
+                    "; ".join(f"rank {r} could not prepare kernel '{kernel}': {t}" for r, t in failures.items())
+                )
     if failure is not None:
         raise failure
     assert adapter is not None
     if exchange == "fused" and group.size > 1:
         assert group.workspace is not None
-        group.workspace.reserve(shape, timeout_s)
+        with group.together():
+            group.workspace.reserve(shape, timeout_s)
     default = (
         "the first choice of auto, which runs here" if "auto" in (request.kernel, request.exchange) else "as asked for"
     )
@@ -215,6 +192,25 @@ def _prepare(
         log.warning("%s", reason)
     _told.add((kernel, exchange, reason))
     return Plan(kernel, exchange, reason, shape, request, mark, adapter, overlapped)
+
+
+def _load(
+    group: Group, request: Request, kernel: str, fused: bool, overlapped: bool, device: torch.device
+) -> AttentionKernel:
+    """The kernel's adapter, compiled; on GPUs with what stores q, k, v before it."""
+    shape = request.shape(group.size)
+    grouped = heads_per_kv(shape, group.rank if shape.num_ranks > 1 else 0)
+    adapter = kernels.load(
+        *(kernel, device, request.torch_dtype, request.head_dim, request.with_lse, fused),
+        *((grouped, request.causal) if kernel in kernels.BUILT else ()),
+    )
+    if fused and device.type == "cuda" and not request.head_sharded:
+        from . import overlap, scatter
+
+        scatter.load(device, request.dtype, request.head_dim, shape.is_equal, request.norm_rope)
+        if overlapped:
+            overlap.load(device, request.dtype, request.head_dim, request.with_lse)
+    return adapter
 
 
 _told: set[tuple[str, str, str]] = set()

@@ -90,6 +90,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: b
             raise ShapeError(
                 f"{name} must be a tensor of this rank's own tokens, got {type(t).__name__}; pass .to_local()"
             )
+        if (told := _without_values(t)) is not None:
+            raise ShapeError(f"{name} must be a tensor with values of its own, got {type(t).__name__}; {told}")
         if t.layout != torch.strided:
             raise ShapeError(f"{name} must be a dense tensor, got layout {t.layout}")
         if t.dtype != q.dtype or t.device != q.device:
@@ -110,6 +112,18 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole_kv: b
         raise ShapeError(f"dtype must be one of {names} on {q.device.type}, got {q.dtype}; cast q, k and v first")
     if q.shape[3] % 8:
         raise ShapeError(f"head_dim must be a multiple of 8, got {q.shape[3]}; pad the heads")
+
+
+def _without_values(t: torch.Tensor) -> str | None:
+    """The way out for a tensor whose address kernels cannot load from; None for an ordinary one."""
+    if type(t) is torch.Tensor:
+        return None
+    from torch._subclasses.fake_tensor import is_fake
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(t, AsyncCollectiveTensor):
+        return "pass .wait() of it"
+    return "call it outside of FakeTensorMode" if is_fake(t) else None  # type: ignore[no-untyped-call]
 
 
 def grad_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> FaA2AError | None:

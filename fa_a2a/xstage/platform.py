@@ -23,16 +23,21 @@ def refuse(rule: str, got: object, way_out: str = "correct the value or calibrat
     return ProfileError(f"profile: {rule}; got {got!r}; {way_out}")
 
 
+_LEAST, _MOST, _MOST_COUNTED = 1e-9, 1e18, 10**6  # no machine's numbers are outside; the model's arithmetic ends there
+
+
 def _number(name: str, value: object, *, zero: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise refuse(f"{name} must be a number", value)
     if not 0 <= value <= sys.float_info.max or (value == 0 and not zero):  # also refuses NaN
         raise refuse(f"{name} must be finite and {'at least 0' if zero else 'positive'}", value)
+    if value and not _LEAST <= value <= _MOST:
+        raise refuse(f"{name} must be from {_LEAST:g} to {_MOST:g}", value)
 
 
 def _count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise refuse(f"{name} must be a whole number of at least 1", value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_COUNTED:
+        raise refuse(f"{name} must be a whole number of at least 1, at most {_MOST_COUNTED}", value)
 
 
 def _range(name: str, value: object, inside: float) -> tuple[float, float]:

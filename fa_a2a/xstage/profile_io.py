@@ -60,7 +60,9 @@ def profile_from_json(text: str) -> PlatformProfile:
     """A checked profile from JSON text; ProfileError if it is not JSON or not a profile."""
     try:
         data = json.loads(text, object_pairs_hook=_pairs)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        if isinstance(error, ProfileError):
+            raise
         raise refuse("the text must be JSON", str(error), "repair it, or calibrate again") from None
     return profile_from_dict(data)
 

@@ -130,6 +130,12 @@ def test_device_of_initialize(bad):
     assert "device must be a torch.device" in str(error_of(fa_a2a.initialize, bad))
 
 
+@pytest.mark.parametrize("name", ["cuda:99", "meta"])
+def test_initialize_of_a_device_that_is_not_here(name):
+    error = error_of(fa_a2a.initialize, torch.device(name))
+    assert type(error) is ConfigurationError and f"got {name}" in str(error)
+
+
 @pytest.mark.parametrize("bad", [7, [0, 1], (), {"a": 1}, NAN, np.int64(0), True])
 def test_group(bad):
     for call in (scatter_heads, UlyssesAttention(bad)):

@@ -45,6 +45,9 @@ def test_two_ranks_and_another_tile(capsys):
         (("--heads", "0"), "num_heads must be at least 1"),
         (("--seq-len", "3"), "as many tokens as ranks, got 3 tokens over 4 ranks"),
         (("--tile-rows", "0"), "tile_rows must be at least 1"),
+        (("--seq-len", str(10**9)), "goes through the tiles one by one, at most 2000000; got 1.88e+08 of 128 rows"),
+        (("--heads", str(10**12)), "goes through the tiles one by one"),
+        (("--seq-len", "1000000", "--tile-rows", "1"), "of 1 rows"),
     ],
 )
 def test_refusals(capsys, options, message):

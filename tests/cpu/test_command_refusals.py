@@ -229,6 +229,7 @@ def test_version(capsys):
     [
         ("--calls 3", "--calls must be at least 10, got 3"),
         ("--ranks 1", "one rank has nothing to exchange"),
+        ("--ranks 0", "--ranks must be at least 2, got 0"),
         ("--ranks 99", "--ranks must be at most 32"),
         ("--delays-us -1", "--delays-us must be from 0"),
         ("--delays-us nan", "--delays-us must be from 0"),

@@ -97,3 +97,12 @@ def test_import_needs_no_torch(module):
     program = f"import sys, {module}; print([m for m in ('torch', 'einops', 'numpy') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("off", ["0", "false", "False", "NO", ""])
+def test_a_switch_is_off_however_that_is_spelled(monkeypatch, off):
+    for name, switch in (("FA_A2A_DEBUG", config.debug), ("FA_A2A_SHARE_GPU", config.share_gpu)):
+        monkeypatch.setenv(name, off)
+        assert not switch() and config.problem(name) is None
+        monkeypatch.setenv(name, "True")
+        assert switch() and config.problem(name) is None

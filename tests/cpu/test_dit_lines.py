@@ -76,6 +76,9 @@ def test_default_sizes():
         (["flux:1024x1024", "qwen:1328x1328"], "6889 image tokens"),
         (["--text", "30"], "30 text tokens"),
         (["--rounds", "-1"], "--rounds must be at least 1"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--text", "0"], "--text must be at least 1, got 0"),
+        (["--modes", ""], "--modes takes eager, graph"),
         (["--modes", "eager,fast"], "--modes takes eager, graph"),
     ],
 )

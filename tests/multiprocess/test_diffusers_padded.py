@@ -1,5 +1,6 @@
 """Padded text in diffusers models: key lengths on the fused path, and what happens where it cannot be that."""
 
+import copy
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from diffusion_models import TEXT, build, clean, draw, forward, lengths, paralle
 from test_diffusers import TOLERANCE, WRONG
 from workers import attempt
 
+import fa_a2a
 from fa_a2a.comm.group import resolve
 from fa_a2a.integrations import diffusers as fa
 from fa_a2a.integrations import host_reads
@@ -153,6 +155,76 @@ def other_mask_on_one_rank(rank, size):
 def test_another_mask_on_one_rank(ranks):
     for outcome in ranks(2).run(other_mask_on_one_rank):
         assert outcome.error == "PeerMismatchError" and "key_lengths" in outcome.text and outcome.seconds < 15
+
+
+GAPS = lengths(TEXT - 5, 7)
+GAPS[0, 2] = False
+
+
+def other_kinds_of_mask(rank, size, known):
+    """A mask with gaps, for collectives, where the other rank's is padding, for the fused path; known: each was met."""
+    model, inputs = build("qwen_padded")
+    other = parallel(model, size, timeout_s=20)
+    masks = [inputs | {"encoder_hidden_states_mask": mask} for mask in (GAPS, lengths(9, 4))]
+    try:
+        for given in masks if known else ():
+            forward(other, given)
+        outcome = attempt(forward, other, masks[rank])
+        fa_a2a.close()
+        return outcome, max((forward(other, given) - forward(model, given)).abs().max().item() for given in masks)
+    finally:
+        clean(other)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_mask_with_gaps_on_one_rank(ranks, known):
+    for outcome, difference in ranks(2).run(other_kinds_of_mask, known=known):
+        assert outcome.error == "PeerMismatchError" and outcome.seconds < 5
+        assert difference < TOLERANCE
+
+
+def misfit(rank, size, name, argument):
+    """Masks that the model itself refuses, and how it and its parallel twin end."""
+    model, inputs = build(name)
+    other, found = parallel(model, size, timeout_s=20), []
+    try:
+        for mask in (lengths(9, 4)[:, :-4], lengths(9), lengths(9, 4)[:, None]):
+            with pytest.raises((ValueError, RuntimeError)) as alone:
+                forward(model, inputs | {argument: mask})
+            with pytest.raises((ValueError, RuntimeError)) as here:
+                forward(other, inputs | {argument: mask})
+            found.append((type(here.value), type(alone.value)))
+        return found
+    finally:
+        clean(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("qwen_padded", "encoder_hidden_states_mask"), ("hunyuan_video", "encoder_attention_mask")],
+)
+def test_a_mask_that_does_not_fit_the_text_is_the_models_to_refuse(ranks, name, argument):
+    for found in ranks(2).run(misfit, name=name, argument=argument):
+        assert all(here is alone for here, alone in found)
+
+
+def copied(rank, size, name):
+    model, inputs = build(name)
+    other = parallel(model, size, timeout_s=20)
+    try:
+        deep, shallow = copy.deepcopy(other), copy.copy(other)
+        difference = (forward(shallow, inputs) - forward(model, inputs)).abs().max().item()
+        return attempt(forward, deep, inputs), difference
+    finally:
+        clean(other)
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video", "flux"])
+def test_a_deep_copy_of_a_parallel_model_is_refused(ranks, name):
+    """Its hooks would run the original's blocks, with the key lengths of the original's last forward."""
+    for outcome, difference in ranks(2).run(copied, name=name):
+        assert outcome.error == "ConfigurationError" and "copy the model first" in outcome.text
+        assert difference < TOLERANCE
 
 
 def compiled(rank, size, name):

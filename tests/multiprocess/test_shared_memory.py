@@ -1,11 +1,14 @@
 """What the workspace holds: growth, files in shared memory, what stays after close."""
 
+import contextlib
 import os
 import re
 import resource
 import stat
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from workers import attempt, forget, inputs, works
 
@@ -182,3 +185,69 @@ def test_no_room_to_grow_is_one_error_and_the_calls_that_fit_go_on(ranks):
         assert later == ""
         assert well
     assert segments() == []
+
+
+def interrupted(rank, size, where):
+    """Ctrl-C reaches rank 1 at a step of growth that is no wait."""
+    fa_a2a.close()
+    layer = UlyssesAttention(kernel="cpu", exchange="fused", timeout_s=20)
+    layer(*inputs(rank, size))
+    real, end = getattr(shared_memory, where), ""
+    if rank:
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        setattr(shared_memory, where, interrupt)
+    start = time.monotonic()
+    try:
+        layer(*inputs(rank, size, rows=400))
+    except (KeyboardInterrupt, fa_a2a.errors.PeerTimeoutError) as error:
+        end = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    setattr(shared_memory, where, real)
+    after = attempt(layer, *inputs(rank, size))
+    fa_a2a.close()
+    return end, seconds, after, works(rank, size)
+
+
+@pytest.mark.parametrize("where", ["_create", "_reserve", "_open"])
+def test_an_interrupted_growth_is_told_to_the_peers(ranks, where):
+    results = ranks(2).run(interrupted, where=where)
+    assert [end for end, *_ in results] == [
+        "PeerTimeoutError: rank 1 gave up: KeyboardInterrupt",
+        "KeyboardInterrupt: ",
+    ]
+    for _, seconds, after, well in results:
+        assert seconds < 5
+        assert after.error == "WorkspaceError" and "fa_a2a.close(group)" in after.text
+        assert well
+
+
+def no_file(rank, size):
+    """Rank 1 may open no further file."""
+    fa_a2a.close()
+    layer = UlyssesAttention(kernel="cpu", exchange="fused", timeout_s=20)
+    layer(*inputs(rank, size))
+    held = resolve(None).workspace.block  # whose mappings hold files, too
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    try:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.open(os.devnull, os.O_RDONLY))
+        outcome = attempt(layer, *inputs(rank, size, rows=400))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+    assert held.nbytes > 0
+    return outcome, attempt(layer, *inputs(rank, size)).error, works(rank, size)
+
+
+def test_no_file_to_be_had_is_one_error(ranks):
+    for outcome, after, well in ranks(2).run(no_file):
+        assert outcome.error == "WorkspaceError" and "rank 1: [Errno 24]" in outcome.text
+        assert outcome.seconds < 5 and after == "" and well

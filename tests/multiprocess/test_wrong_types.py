@@ -5,10 +5,14 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from workers import attempt, inputs, works
 
 import fa_a2a
 from fa_a2a import HeadShards, UlyssesAttention, attention_gather, scatter_heads
+from fa_a2a.ops import kernels
 
 SECONDS = 5.0  # within which an error must reach every rank; the deadline is 30
 
@@ -119,4 +123,67 @@ def test_a_wrong_limit_of_compilation_in_the_environment_of_one_rank(ranks):
     assert [outcome.error for outcome, _ in found] == ["PeerMismatchError", "ConfigurationError"]
     for outcome, well in found:
         assert "FA_A2A_COMPILE_TIMEOUT_S must be" in outcome.text
+        assert outcome.seconds < SECONDS and well
+
+
+def unreadable_machine(rank, size):
+    """A folder of compiled kernels that rank 1 must not look into, say."""
+    fa_a2a.close()
+    real = kernels.uncompiled
+    if rank:
+
+        def uncompiled(*_):
+            raise PermissionError(13, "Permission denied")
+
+        kernels.uncompiled = uncompiled
+    outcome = attempt(scatter_heads, *inputs(rank, size), kernel="cpu", exchange="fused")
+    kernels.uncompiled = real
+    return outcome, works(rank, size)
+
+
+def test_what_one_rank_cannot_find_out_is_told(ranks):
+    for outcome, well in ranks(2).run(unreadable_machine):
+        assert outcome.error == "PeerMismatchError" and "cannot be told: PermissionError" in outcome.text
+        assert outcome.seconds < SECONDS and well
+
+
+def sparse(t):
+    return t.to_sparse()
+
+
+def distributed(t):
+    mesh = init_device_mesh("cpu", (2,))
+    return DTensor.from_local(t, mesh, [Replicate()], run_check=False)
+
+
+def fake(t):
+    return FakeTensorMode().from_tensor(t)
+
+
+def asynchronous(t):
+    return AsyncCollectiveTensor(t)
+
+
+KINDS = {sparse: "a dense tensor", distributed: "own tokens", fake: "with values", asynchronous: "pass .wait"}
+
+
+def same_shape_of_another_kind(rank, size, kind, everywhere, exchange):
+    """After a good call, tensors of its shape, dtype and device that no kernel can load from."""
+    fa_a2a.close()
+    layer = UlyssesAttention(kernel="cpu", exchange=exchange, timeout_s=20)
+    q, k, v = inputs(rank, size)
+    layer(q, k, v)
+    outcome = attempt(layer, kind(q) if rank or everywhere else q, k, v)
+    fa_a2a.close()
+    return outcome, works(rank, size)
+
+
+@pytest.mark.parametrize("exchange", ["fused", "collective"])
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_another_kind_after_a_good_call(ranks, kind, everywhere, exchange):
+    results = ranks(2).run(same_shape_of_another_kind, kind=kind, everywhere=everywhere, exchange=exchange)
+    for rank, (outcome, well) in enumerate(results):
+        assert outcome.error == ("ShapeError" if everywhere else "PeerMismatchError"), outcome
+        assert KINDS[kind] in outcome.text or (rank == 0 and exchange == "fused")
         assert outcome.seconds < SECONDS and well

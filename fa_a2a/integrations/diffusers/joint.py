@@ -107,11 +107,13 @@ def _is_ours(processor: Any, config: Any) -> bool:
     return owns_exchange(processor._attention_backend, config.context_parallel_config)
 
 
-def text_mask(joint: Joint, mask: torch.Tensor | None, images: int, text_first: bool, gaps: bool = False) -> None:
-    """Sets the Joint by a mask over text (batch, rows) and the number of image tokens. gaps: the model takes the number
-    of ones for a length, wherever they are."""
-    found = None if mask is None or mask.dim() != 2 else host_reads.lengths(mask)
-    if mask is None or found is None or not (found.are_first or gaps):
+def text_mask(joint: Joint, mask: object, text: object, images: int, text_first: bool, gaps: bool = False) -> None:
+    """Sets the Joint by a mask over text (batch, rows) and the number of image tokens; a mask that does not fit the
+    text is the model's to refuse. gaps: the model takes the number of ones for a length, wherever they are."""
+    if not isinstance(mask, torch.Tensor) or not isinstance(text, torch.Tensor) or mask.shape != text.shape[:2]:
+        return
+    found = host_reads.lengths(mask)
+    if found is None or not (found.are_first or gaps):
         return
     rows = mask.shape[1]
     if min(found.counts) == rows:

@@ -7,6 +7,7 @@ host in every layer. It is asked where a model is given its mask, once (joint.py
 
 from __future__ import annotations
 
+import json
 import weakref
 
 import torch
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 
 from ...comm import collectives
 from ...comm.group import Group, resolve
-from ...errors import ConfigurationError, FaA2AError, PeerMismatchError, ShapeError, UnsupportedError
+from ...errors import ConfigurationError, FaA2AError, ShapeError, UnsupportedError
+from ...ops import agreement
 from ...ops.arguments import scale_problem, shown
 
 _agreed: weakref.WeakKeyDictionary[Group, set[object]] = weakref.WeakKeyDictionary()
@@ -131,26 +133,24 @@ def _agree(
     group: Group,
     timeout_s: float,
 ) -> None:
-    """Collectives on differing shapes hang or mix data up, so a call's kind is compared when it is first seen."""
+    """Collectives on differing shapes hang or mix data up, and so do a collective here and a fused call there; so a
+    call's kind is compared when it is first seen."""
     group.check_usable()
     tensors = [x for x in (q, k, v, mask) if isinstance(x, torch.Tensor)]
-    kind = (*map(_kind, (q, k, v, mask)), shown(scale), bool(enable_gqa))
+    options = {"scale": shown(scale), "enable_gqa": bool(enable_gqa)}
+    kinds = {name: _kind(x) for name, x in zip(("q", "k", "v", "mask"), (q, k, v, mask))}
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     known = _agreed.setdefault(group, set())
-    if (key := (group.incarnation, grad, kind)) in known:
+    key = (group.incarnation, grad, *kinds.values(), *options.values())
+    on_gpu = any(x.is_cuda for x in tensors)
+    if key in known and (on_gpu or group.size == 1):  # between CPU processes each call is compared: see ops/plan.py
         return
-    if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError("a CUDA graph can capture only calls that ran once before; run the model once first")
     error = _problem(q, k, v, mask, scale, enable_gqa, group.size)
-    mine = f"{type(error).__name__}: {error}" if error else str([str(x) for x in kind])
-    reports = group.exchange("agreement on masked attention", mine, timeout_s)
-    if error is not None and all(report.startswith(type(error).__name__) for report in reports):
-        raise error
-    if error is not None or any(report != mine for report in reports):
-        raise PeerMismatchError(
-            "shapes, dtypes and options must be the same on every rank; "
-            + "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports))
-        )
+    mine: agreement.Report = {"request": json.dumps(kinds | options), "error": None}
+    told = mine if error is None else agreement.report_of(error)
+    agreement.agree(group, told, error, lambda: "it attends with a mask, by collectives", timeout_s)
     known.add(key)
 
 

@@ -47,7 +47,7 @@ def parallelize(model: Any, config: Any) -> None:
     QwenImage and HunyuanVideo may have any length: it is not cut, and its mask, read by the host once, becomes key
     lengths.
     Between CPU processes this works, too, where `enable_parallelism` divides by the number of accelerators.
-    Raises UnsupportedError for a model without a plan.
+    Raises UnsupportedError for a model without a plan. A deep copy of the model raises ConfigurationError when called.
     """
     recipe = RECIPES.get(type(model).__name__)
     if recipe is None and getattr(model, "_cp_plan", None) is not None:
@@ -62,6 +62,26 @@ def parallelize(model: Any, config: Any) -> None:
         recipe.prepare(model)
         model.enable_parallelism(config=config, cp_plan=plan)
         recipe.finish(model)
+    _refuse_copies(model)
+
+
+_ORIGINAL = "_fa_a2a_original"
+
+
+def _refuse_copies(model: Any) -> None:
+    """Hooks, diffusers' and those here, hold the modules they were put on. In a deep copy they would go on running the
+    original's blocks, with its weights and with the mask of another forward."""
+    mark = object()  # which a deep copy has another of, and a shallow one, whose modules are the same, has too
+    setattr(model, _ORIGINAL, mark)
+
+    def hook(module: Any, args: Any) -> None:
+        if getattr(module, _ORIGINAL, None) is not mark:
+            raise ConfigurationError(
+                "this is a deep copy of a model that was parallelized, and its hooks would run the original's blocks; "
+                "copy the model first, then parallelize each copy"
+            )
+
+    model.register_forward_pre_hook(hook, prepend=True)
 
 
 @contextlib.contextmanager
@@ -144,7 +164,8 @@ def _pad_qwen_image(model: Any) -> None:
 
     def before(padded: joint.Joint, given: dict[str, Any]) -> None:
         mask = given.get("encoder_hidden_states_mask")
-        joint.text_mask(padded, mask, given["hidden_states"].shape[1], text_first=True)
+        images = given["hidden_states"].shape[1]
+        joint.text_mask(padded, mask, given.get("encoder_hidden_states"), images, text_first=True)
         if padded.answered:
             given["encoder_hidden_states_mask"] = None
 
@@ -165,7 +186,8 @@ def _shard_joint_masks(model: Any) -> None:
     def before(padded: joint.Joint, given: dict[str, Any]) -> None:
         frames, height, width = given["hidden_states"].shape[2:]
         images = (frames // patch_t) * (height // patch) * (width // patch)
-        joint.text_mask(padded, given.get("encoder_attention_mask"), images, text_first=False, gaps=True)
+        mask, text = given.get("encoder_attention_mask"), given.get("encoder_hidden_states")
+        joint.text_mask(padded, mask, text, images, text_first=False, gaps=True)
 
     def shard(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask, image, text = (kwargs[x] for x in ("attention_mask", "hidden_states", "encoder_hidden_states"))
