@@ -52,4 +52,11 @@ def from_known(request: Request, known: Sequence[Request]) -> str:
         apart.append({name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]})
     nearest = min(apart, key=len, default={})
     values = ", ".join(f"{name}={here} where a known call has {there}" for name, (here, there) in nearest.items())
-    return f"its arguments are new: {values}"
+    return f"its arguments are new: {values}{_unequal_shard(request, nearest)}"
+
+
+def _unequal_shard(request: Request, differing: Mapping[str, object]) -> str:
+    """The way out where only the number of tokens is new: this rank may hold a shard of another size than its peers."""
+    if list(differing) != ["seq_len"] or request.shard_sizes is not None or request.head_sharded:
+        return ""
+    return " (the rows of this rank times the number of ranks); for shards of unequal sizes pass shard_sizes everywhere"

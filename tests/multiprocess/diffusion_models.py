@@ -44,6 +44,13 @@ def qwen_padded(*valid: int) -> tuple[Any, dict[str, Any]]:
     return of_bench("qwen", batch=2, encoder_hidden_states_mask=lengths(*valid))
 
 
+def odd_text(model: Any, inputs: dict[str, Any], mask: str = "") -> tuple[Any, dict[str, Any]]:
+    """A row of text less, so that it divides over no ranks; with a mask of ones, or none."""
+    text = inputs["encoder_hidden_states"][:, :-1]
+    masks = {mask: torch.ones(text.shape[:2], dtype=torch.long)} if mask else {}
+    return model, inputs | {"encoder_hidden_states": text} | masks
+
+
 def hunyuan_video() -> tuple[Any, dict[str, Any]]:
     from diffusers import HunyuanVideoTransformer3DModel
 
@@ -105,6 +112,9 @@ MODELS = {
     "z_image": z_image,
     "qwen_padded": lambda: qwen_padded(TEXT - 5, 7),
     "qwen_unpadded": lambda: qwen_padded(TEXT, TEXT),
+    "qwen_odd": lambda: odd_text(*of_bench("qwen")),
+    "qwen_odd_mask": lambda: odd_text(*of_bench("qwen", batch=2), "encoder_hidden_states_mask"),
+    "hunyuan_odd": lambda: odd_text(*hunyuan_video(), "encoder_attention_mask"),
 }
 
 

@@ -50,6 +50,9 @@ TAKEN = {
     "qwen_unpadded": ("fused", None, 0),
     "hunyuan_video": ("fused", (IMAGE["hunyuan_video"] + TEXT - 3, IMAGE["hunyuan_video"] + 5), -TEXT),
     "z_image": ("fused", (96, 128), 0),
+    "qwen_odd": ("fused", (IMAGE["qwen_padded"] + TEXT - 1,), 1 - TEXT),
+    "qwen_odd_mask": ("fused", (IMAGE["qwen_padded"] + TEXT - 1,) * 2, 1 - TEXT),
+    "hunyuan_odd": ("fused", (IMAGE["hunyuan_video"] + TEXT - 1,) * 2, 1 - TEXT),
 }
 
 

@@ -3,8 +3,9 @@
 A plan cuts text and image both, so in the gathered order padded text lies between the ranks' images, where no key
 length reaches it. Here, in a forward whose text is padded, every rank holds the whole text beside its part of the image
 (`replicated_text`); the text counts as the last tokens of the sequence, and the padded ones are at its end. That costs
-each rank the text's rows, a few hundred of many thousands. Where nothing is padded the mask is dropped and the text is
-cut as ever; where a mask has gaps, both stay, and attention takes collectives (masked.py).
+each rank the text's rows, a few hundred of many thousands. So does text that does not divide over the ranks. Where
+nothing is padded the mask is dropped and the text is cut as ever; where a mask has gaps, both stay, and attention takes
+collectives (masked.py).
 
 Which of these it is, is decided before each forward from the mask the model is given, the same on every rank like all
 its inputs. The host reads a mask once for all layers and all steps (../host_reads.py), never inside a layer.
@@ -107,19 +108,25 @@ def _is_ours(processor: Any, config: Any) -> bool:
     return owns_exchange(processor._attention_backend, config.context_parallel_config)
 
 
-def text_mask(joint: Joint, mask: object, text: object, images: int, text_first: bool, gaps: bool = False) -> None:
-    """Sets the Joint by a mask over text (batch, rows) and the number of image tokens; a mask that does not fit the
-    text is the model's to refuse. gaps: the model takes the number of ones for a length, wherever they are."""
-    if not isinstance(mask, torch.Tensor) or not isinstance(text, torch.Tensor) or mask.shape != text.shape[:2]:
+def text_mask(
+    joint: Joint, mask: object, text: object, images: int, ranks: int, text_first: bool, gaps: bool = False
+) -> None:
+    """Sets the Joint by text (batch, rows, channels), a mask over it (batch, rows) or None, and the number of image
+    tokens; a mask that does not fit the text is the model's to refuse. gaps: the model takes the number of ones for a
+    length, wherever they are."""
+    if not isinstance(text, torch.Tensor) or text.dim() != 3:
         return
-    found = host_reads.lengths(mask)
-    if found is None or not (found.are_first or gaps):
-        return
-    rows = mask.shape[1]
-    if min(found.counts) == rows:
+    batch, rows = text.shape[:2]
+    counts = (rows,) * batch
+    if mask is not None:
+        found = host_reads.lengths(mask) if isinstance(mask, torch.Tensor) and mask.shape == (batch, rows) else None
+        if found is None or not (found.are_first or gaps):
+            return
+        counts = found.counts
+    if min(counts) == rows and rows % ranks == 0:
         joint.clear(answered=True)
     else:
-        joint.set([images + count for count in found.counts], rows if text_first else -rows)
+        joint.set([images + count for count in counts], rows if text_first else -rows)
 
 
 def cut_text(joint: Joint, module: Any, place: Place) -> None:

@@ -43,12 +43,17 @@ def parallelize(model: Any, config: Any) -> None:
     HunyuanVideo, SD3, CogVideoX and Z-Image (class names in `RECIPES`). Set the attention backend before.
 
     model: a diffusers transformer; config: ContextParallelConfig, or ParallelConfig with one. Each sharded length (of
-    text, of image) must divide over the ranks; an error says so at the first forward otherwise. Padded text of
-    QwenImage and HunyuanVideo may have any length: it is not cut, and its mask, read by the host once, becomes key
-    lengths.
+    text, of image) must divide over the ranks; an error says so at the first forward otherwise. Text of QwenImage and
+    HunyuanVideo may have any length: what is padded or does not divide is not cut, and its mask, read by the host once,
+    becomes key lengths.
     Between CPU processes this works, too, where `enable_parallelism` divides by the number of accelerators.
-    Raises UnsupportedError for a model without a plan. A deep copy of the model raises ConfigurationError when called.
+    Raises ConfigurationError for a config of another kind, UnsupportedError for a model without a plan. A deep copy of
+    the model raises ConfigurationError when called.
     """
+    from diffusers import ContextParallelConfig, ParallelConfig
+
+    if not isinstance(config, ContextParallelConfig | ParallelConfig):
+        raise ConfigurationError(f"config is a diffusers ContextParallelConfig(ulysses_degree=P), got {config!r:.200}")
     recipe = RECIPES.get(type(model).__name__)
     if recipe is None and getattr(model, "_cp_plan", None) is not None:
         recipe = _Recipe(lambda model: model._cp_plan)
@@ -165,7 +170,7 @@ def _pad_qwen_image(model: Any) -> None:
     def before(padded: joint.Joint, given: dict[str, Any]) -> None:
         mask = given.get("encoder_hidden_states_mask")
         images = given["hidden_states"].shape[1]
-        joint.text_mask(padded, mask, given.get("encoder_hidden_states"), images, text_first=True)
+        joint.text_mask(padded, mask, given.get("encoder_hidden_states"), images, place.size, text_first=True)
         if padded.answered:
             given["encoder_hidden_states_mask"] = None
 
@@ -187,7 +192,7 @@ def _shard_joint_masks(model: Any) -> None:
         frames, height, width = given["hidden_states"].shape[2:]
         images = (frames // patch_t) * (height // patch) * (width // patch)
         mask, text = given.get("encoder_attention_mask"), given.get("encoder_hidden_states")
-        joint.text_mask(padded, mask, text, images, text_first=False, gaps=True)
+        joint.text_mask(padded, mask, text, images, place.size, text_first=False, gaps=True)
 
     def shard(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask, image, text = (kwargs[x] for x in ("attention_mask", "hidden_states", "encoder_hidden_states"))
