@@ -173,9 +173,11 @@ def _peak_bytes(way: Way, bench: Bench) -> int | None:
     return torch.cuda.max_memory_allocated(bench.device) - before
 
 
-def show(out: Path) -> None:
+def show(out: Path, timed: bool) -> None:
+    if timed:
+        print("\nms per forward, median over rounds of the slowest rank. x single: speed-up over the model unsharded.")
     print(
-        "\nms per forward, median over rounds of the slowest rank. x single: speed-up over one GPU; diff.: largest\n"
-        "difference of the output to one GPU's; held: fa_a2a's symmetric memory; peak: what torch allocates.\n"
-        f"lines: {out}"
+        "All outputs agree. diff.: largest difference to the output of the model unsharded; of wrong: as part of what\n"
+        "heads in each other's place make, of which a quarter would end the run. held: fa_a2a's symmetric memory;\n"
+        f"peak: what torch allocates.\nlines: {out}"
     )

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     for count, fitting in cases.items():
         launch.run(dit.body, count, kind, fitting, modes, timed, arguments.out, timed=timed)
     if launch.is_main():
-        dit.show(arguments.out)
+        dit.show(arguments.out, timed)
     return 0
 
 

@@ -57,6 +57,7 @@ _DIT: Columns = (
     ("ms", "median_ms", ".2f"),
     ("x single", "speedup_over_single", ".2f"),
     ("diff.", "max_difference", ".2g"),
+    ("of wrong", "of_wrong", ".3f"),
     ("held MiB", "workspace_bytes", "MiB"),
     ("peak MiB", "peak_bytes", "MiB"),
     ("   attention", "attention", "s"),
@@ -85,7 +86,9 @@ def dit_header() -> str:
 
 
 def dit_row(line: dict[str, Any]) -> str:
-    return "  ".join(filter(None, (_row(_DIT, line), line["note"])))
+    wrong = line.get("wrong_difference")
+    of_wrong = {"of_wrong": line["max_difference"] / wrong} if wrong else {}
+    return "  ".join(filter(None, (_row(_DIT, line | of_wrong), line["note"])))
 
 
 def _header(columns: Columns) -> str:

@@ -113,6 +113,7 @@ def _default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+_NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None  # what new_group gives the others
 _groups: dict[str, Group] = {}
 _making = threading.Lock()
 
@@ -140,7 +141,7 @@ def resolve(group: ProcessGroup | DeviceMesh | str | None) -> Group:
     else:
         raise GroupError(
             "group must be a ProcessGroup of which this rank is a member, a one-dimensional DeviceMesh or None, "
-            f"got {group!r}"
+            + ("got NonGroupMember: this rank is in none" if group is _NON_MEMBER else f"got {group!r}")
         )
     known = _groups.get(handle.group_name)
     if known is None or known.handle is not handle:

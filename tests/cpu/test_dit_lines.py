@@ -47,7 +47,7 @@ def test_readme_table_takes_differences_from_checks_where_a_run_has_none():
 
 def test_row():
     row = " ".join(table.dit_row(line("fa_a2a", 60.0, speedup_over_single=3.0, note="single eager only: no")).split())
-    assert row == "4 flux 1024x1024 4608 fa_a2a graph 60.00 3.00 0.1 3.0 - fa4 single eager only: no"
+    assert row == "4 flux 1024x1024 4608 fa_a2a graph 60.00 3.00 0.1 0.025 3.0 - fa4 single eager only: no"
 
 
 def test_default_sizes():
