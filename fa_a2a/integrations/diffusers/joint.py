@@ -45,7 +45,8 @@ class Place(NamedTuple):
         """This rank's part of text. Raises ConfigurationError where the parts must be equal and are not."""
         if x.shape[dim] % self.size and not self.uneven:
             raise ConfigurationError(
-                f"text must divide over the ranks, got {x.shape[dim]} rows over {self.size}; pad it, behind a mask"
+                f"text must divide over the ranks, got {x.shape[dim]} rows over {self.size}; pad it, or give a mask "
+                "without gaps"
             )
         return x.tensor_split(self.size, dim=dim)[self.rank]
 
