@@ -126,9 +126,13 @@ def test_shards_that_do_not_divide_are_said_and_the_largest_counts(capsys):
 
 def test_without_a_kernel_the_librarys_comes_first_then_the_bounds(capsys):
     out = ask(capsys, *SHAPE[1:])
-    assert out.index("persistent: the exchange after attention") < out.index("The two bounds") < out.index("rate bound")
+    assert out.index("persistent: the exchange after attention") < out.index("For comparison") < out.index("rate bound")
     plain = ask(capsys, *SHAPE[1:], "--head-dim", 96)
-    assert "persistent:" not in plain and "rate bound holds" in plain
+    assert (
+        "persistent:" not in plain
+        and "No kernel here paces its stores at head_dim 96" in plain
+        and "rate bound holds" in plain
+    )
     assert "persistent:" not in ask(capsys, *SHAPE[1:], "--own-chunk", "last")
     paper = ask(capsys, *SHAPE[1:], "--profile", "paper")
     assert "the exchange before" not in paper and "until every tile" not in paper
