@@ -10,7 +10,6 @@ torch's ends the run.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from ..comm.symmetric import Release
 from ..errors import FaA2AError
@@ -29,9 +27,7 @@ from ..ops.fused import local_sink
 from ..ops.kernels import Qkv
 from ..xstage.speeds import FORM
 from ..xstage.tiles import Tile
-from . import record
-from .sweep import _calls
-from .timing import Method, interleaved
+from . import one_gpu, record
 
 Variants = list[tuple[tuple[int, int], str]]
 CHUNKS = 4
@@ -51,14 +47,10 @@ class Case:
 
 
 def body(device: torch.device, cases: list[Case], variants: Variants, out: Path) -> None:
-    with tqdm(total=sum(c.rounds + 1 for c in cases), leave=False, unit="round", file=sys.stderr) as bar:
-        for case in cases:
-            bar.set_description(f"S={case.seq_len} h={case.local_heads}", refresh=False)
-            lines = measure(case, variants, device, bar.update)
-            record.append(out, lines)
-            for line in lines:
-                bar.write(_row(line), file=sys.stdout)
-            sys.stdout.flush()
+    def title(case: Case) -> str:
+        return f"S={case.seq_len} h={case.local_heads}"
+
+    one_gpu.run(cases, title, lambda case, tick: measure(case, variants, device, tick), _row, out)
 
 
 def measure(
@@ -66,17 +58,10 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One line for each kernel and build. Correctness first."""
     adapters = _adapters(case, variants, device)
-    generator = torch.Generator(device).manual_seed(1)
-    shape = (1, case.seq_len, case.local_heads, case.head_dim)
-    dtype = getattr(torch, case.dtype)
-    drawn = [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3)]
-    qkv: Qkv = (drawn[0], drawn[1], drawn[2])
+    qkv = one_gpu.draw(case, device)
     calls = {name: _call(adapter, name, qkv) for name, adapter in adapters.items()}
     errors, torchs = _errors(calls, qkv)
-    count = _calls(next(iter(calls.values())), device)
-    align = partial(torch.cuda.synchronize, device)
-    methods = {name: Method(call) for name, call in calls.items()}
-    times = interleaved(methods, rounds=case.rounds, calls=count, device=device, align=align, tick=tick)
+    times, count = one_gpu.times(calls, case, device, tick)
     flops = 4 * case.seq_len**2 * case.head_dim * case.local_heads
     lines = []
     for name, rounds in times.items():

@@ -17,7 +17,6 @@ calls_us: of the persistent form, call by call, what a rank's calls differ by wh
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,16 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ..errors import FaA2AError
 from ..layout import ExchangeShape
 from ..ops import fused, kernels
-from ..ops.kernels import Sink
+from ..ops.kernels import Qkv, Sink
 from ..ops.pace import slice_pace_ns
-from . import record
-from .sweep import _calls
-from .timing import Method, interleaved, paired
+from . import one_gpu, record
+from .timing import paired
 
 STOCK = "stock"
 LIBRARY = "persistent"
@@ -58,29 +55,18 @@ class Case:
 
 
 def body(device: torch.device, cases: list[Case], forms: list[str], out: Path) -> None:
-    with tqdm(total=sum(c.rounds + 1 for c in cases), leave=False, unit="round", file=sys.stderr) as bar:
-        for case in cases:
-            bar.set_description(f"S={case.seq_len} h={case.local_heads} P={case.num_ranks}", refresh=False)
-            lines = measure(case, forms, device, bar.update)
-            record.append(out, lines)
-            for line in lines:
-                bar.write(_row(line), file=sys.stdout)
-            sys.stdout.flush()
+    def title(case: Case) -> str:
+        return f"S={case.seq_len} h={case.local_heads} P={case.num_ranks}"
+
+    one_gpu.run(cases, title, lambda case, tick: measure(case, forms, device, tick), _row, out)
 
 
 def measure(
     case: Case, forms: list[str], device: torch.device, tick: Callable[[], object] = lambda: None
 ) -> list[dict[str, Any]]:
     """One line for each form."""
-    generator = torch.Generator(device).manual_seed(1)
-    shape = (1, case.seq_len, case.local_heads, case.head_dim)
-    dtype = getattr(torch, case.dtype)
-    q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3))
-    calls = _Forms(case, (q, k, v), device).chosen(forms)
-    methods = {name: Method(call) for name, call in calls.items()}
-    count = _calls(methods[STOCK].call, device)
-    align = partial(torch.cuda.synchronize, device)
-    times = interleaved(methods, rounds=case.rounds, calls=count, device=device, align=align, tick=tick)
+    calls = _Forms(case, one_gpu.draw(case, device), device).chosen(forms)  # the stock kernel's first
+    times, count = one_gpu.times(calls, case, device, tick)
     series = _series(calls[LIBRARY], device) if LIBRARY in calls else []
     common = {**record.environment("designs", device, 1), "kernel": "fa4", "batch": 1, **asdict(case)}
     return _lines(common | {"calls_per_round": count}, times, series)
@@ -108,7 +94,7 @@ def _lines(common: dict[str, Any], times: dict[str, list[float]], series: list[f
 class _Forms:
     """Calls of one shape by name."""
 
-    def __init__(self, case: Case, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, case: Case, qkv: Qkv, device: torch.device) -> None:
         self.case, self.qkv, self.device = case, qkv, device
         dtype = qkv[0].dtype
         self.fa4: Any = kernels.load("fa4", device, dtype, case.head_dim, with_lse=False, fused=False)
