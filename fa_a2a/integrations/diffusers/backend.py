@@ -122,7 +122,7 @@ def attention(
     if error is not None:
         find_plan(group, query, key, value, None, False, layer.kernel, layer.exchange, layer.timeout_s, refused=error)
     _tell(_MASKED)
-    return masked.attend(query, key, value, attn_mask, scale, enable_gqa, group, layer.timeout_s)
+    return masked.attend(masked.Call(query, key, value, attn_mask, scale, enable_gqa), group, layer.timeout_s)
 
 
 def _traced(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ...comm.group import Group, resolve
 from ...errors import ConfigurationError, FaA2AError, ShapeError, UnsupportedError
 from ...ops import agreement
 from ...ops.arguments import scale_problem, shown
+from ...ops.request import grad_problem
 
 _agreed: weakref.WeakKeyDictionary[Group, set[object]] = weakref.WeakKeyDictionary()
 
@@ -35,24 +37,27 @@ def is_needed(
     return not k.shape == v.shape == q.shape
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
-    group: Group,
-    timeout_s: float,
-) -> torch.Tensor:
-    """q (B, s, H, D), k and v (B, t, G, D) of this rank, mask (B, t) or (B or 1, H or 1, 1, t); out (B, s, H, D).
+class Call(NamedTuple):
+    """q (B, s, H, D), k and v (B, t, G, D) of this rank, mask (B, t) or (B or 1, H or 1, 1, t)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    scale: float | None
+    enable_gqa: bool
+
+
+def attend(call: Call, group: Group, timeout_s: float) -> torch.Tensor:
+    """(B, s, H, D).
 
     Keys and values that are whole on every rank come right, too: gathered they are there P times each, and attention
     over keys repeated equally often is attention over the keys.
     Raises ShapeError, UnsupportedError and PeerMismatchError on every rank.
     """
-    _agree(q, k, v, mask, scale, enable_gqa, group, timeout_s)
-    q, k, v = (collectives.scatter_heads(x, group).transpose(1, 2) for x in (q, k, v))
+    _agree(call, group, timeout_s)
+    _, _, _, mask, scale, enable_gqa = call
+    q, k, v = (collectives.scatter_heads(x, group).transpose(1, 2) for x in call[:3])
     whole = None if mask is None else gather_mask(mask, group)
     with torch.autocast(q.device.type, enabled=False):  # which would change the output's dtype
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=whole, scale=scale, enable_gqa=enable_gqa)
@@ -70,16 +75,9 @@ def gather_mask(mask: torch.Tensor, group: Group) -> torch.Tensor:
     return whole if whole.shape[1] == 1 else whole.chunk(group.size, dim=1)[group.rank]
 
 
-def _problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
-    size: int,
-) -> FaA2AError | None:
+def _problem(call: Call, size: int) -> FaA2AError | None:
     """Why no rank can take this call."""
+    q, k, v, mask, scale, enable_gqa = call
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             return ShapeError(f"{name} must be a tensor (batch, seq, heads, head_dim), got {_kind(x)}")
@@ -87,10 +85,8 @@ def _problem(
         return ShapeError(f"a mask must be a tensor or None, got {_kind(mask)}")
     if (refused := scale_problem(scale)) is not None:
         return refused
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return UnsupportedError(
-            "q, k or v requires grad, and there is no backward; call the model under torch.no_grad()"
-        )
+    if (refused := grad_problem(q, k, v)) is not None:
+        return refused
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         return ShapeError(
             "k and v must have one shape, and q their batch and head_dim; "
@@ -123,22 +119,13 @@ def _kind(x: object) -> object:
     return (tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _agree(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
-    group: Group,
-    timeout_s: float,
-) -> None:
+def _agree(call: Call, group: Group, timeout_s: float) -> None:
     """Collectives on differing shapes hang or mix data up, and so do a collective here and a fused call there; so a
     call's kind is compared when it is first seen."""
     group.check_usable()
-    tensors = [x for x in (q, k, v, mask) if isinstance(x, torch.Tensor)]
-    options = {"scale": shown(scale), "enable_gqa": bool(enable_gqa)}
-    kinds = {name: _kind(x) for name, x in zip(("q", "k", "v", "mask"), (q, k, v, mask))}
+    tensors = [x for x in call[:4] if isinstance(x, torch.Tensor)]
+    options = {"scale": shown(call.scale), "enable_gqa": bool(call.enable_gqa)}
+    kinds = {name: _kind(x) for name, x in zip(call._fields, call[:4])}
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     known = _agreed.setdefault(group, set())
     key = (group.incarnation, grad, *kinds.values(), *options.values())
@@ -147,7 +134,7 @@ def _agree(
         return
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError("a CUDA graph can capture only calls that ran once before; run the model once first")
-    error = _problem(q, k, v, mask, scale, enable_gqa, group.size)
+    error = _problem(call, group.size)
     mine: agreement.Report = {"request": json.dumps(kinds | options), "error": None}
     told = mine if error is None else agreement.report_of(error)
     agreement.agree(group, told, error, lambda: "it attends with a mask, by collectives", timeout_s)
@@ -166,7 +153,7 @@ def operator(
     timeout_s: float,
 ) -> torch.Tensor:
     """`attend` for torch.compile; group: name of a process group."""
-    return attend(q, k, v, mask, scale, enable_gqa, resolve(group), timeout_s).contiguous()
+    return attend(Call(q, k, v, mask, scale, enable_gqa), resolve(group), timeout_s).contiguous()
 
 
 @operator.register_fake
