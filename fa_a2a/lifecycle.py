@@ -25,14 +25,15 @@ def initialize(device: torch.device | None = None, timeout_s: float | None = Non
     """
     if device is not None and not isinstance(device, torch.device):
         raise ConfigurationError(f"device must be a torch.device or None, got {device!r}")
-    if device is not None and device.type == "cuda":
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    if device is not None and on_gpu:
         resolve(None)  # GroupError before anything about the device
     if device is not None and not _is_here(device):
         raise ConfigurationError(
             f"device must be a CPU or one of this process's {torch.cuda.device_count()} CUDA devices, got {device}"
         )
     seconds, refused = own_options(timeout_s)
-    if device.type == "cuda" if device is not None else torch.cuda.is_available():
+    if on_gpu:
         from .comm.nvshmem_world import initialize as start
 
         where = torch.device("cuda", torch.cuda.current_device()) if device is None else device

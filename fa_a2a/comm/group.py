@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,6 +169,11 @@ def all_groups() -> list[Group]:
 def world() -> Group:
     """The default group: the ranks that share one NVSHMEM world."""
     return resolve(None)
+
+
+def by_rank(told: Iterable[str | None]) -> str:
+    """What ranks told, in their order, of which most have nothing to say; "" where none has."""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
 
 
 def host_identity() -> list[str]:

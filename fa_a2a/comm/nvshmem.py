@@ -14,7 +14,7 @@ import torch
 
 from ..errors import UnsupportedError, WorkspaceError
 from ..layout import SIGNAL_WORDS, Notice, Word, aligned
-from .group import Group, world
+from .group import Group, by_rank, world
 from .nvshmem_world import WORLD, initialize, malloc
 from .pointer import bytes_at
 from .symmetric import Fault, Release, SymmetricBlock, SymmetricMemory
@@ -44,8 +44,8 @@ class Nvshmem(SymmetricMemory):
             problem = f"{type(error).__name__}: {error}"
         # asked anew for each group: PE numbers last as long as the process, ranks as long as the default group
         told = group.exchange("nvshmem pe", (int(bindings.my_pe()), problem), timeout_s)
-        if problems := [f"rank {r}: {text}" for r, (_, text) in enumerate(told) if text]:
-            raise UnsupportedError(f"the signal kernel could not be loaded ({'; '.join(problems)})")
+        if problems := by_rank(text for _, text in told):
+            raise UnsupportedError(f"the signal kernel could not be loaded ({problems})")
         self.positions = tuple(pe for pe, _ in told)
         self.world = WORLD.size
         self._free_what_was_left(timeout_s)
@@ -73,10 +73,9 @@ class Nvshmem(SymmetricMemory):
         ends = self.group.exchange("mappings", (full, problem), timeout_s)
         if texts := sorted({text for text, _ in ends if text}):
             raise WorkspaceError("; ".join(texts))
-        told = [text for _, text in ends]
-        if problems := [f"rank {r}: {text}" for r, text in enumerate(told) if text]:
+        if problems := by_rank(text for _, text in ends):
             raise UnsupportedError(
-                f"NVSHMEM cannot join these GPUs ({'; '.join(problems)}); each process must see all GPUs of the group "
+                f"NVSHMEM cannot join these GPUs ({problems}); each process must see all GPUs of the group "
                 "(CUDA_VISIBLE_DEVICES), or use exchange='collective'"
             )
         peers = tuple(bytes_at(address, nbytes, self.device) for address in addresses)

@@ -13,7 +13,7 @@ import torch
 
 from .. import config
 from ..errors import ConfigurationError, GroupError, UnsupportedError, WorkspaceError
-from .group import Group, host_identity, world
+from .group import Group, by_rank, host_identity, world
 from .symmetric import SymmetricBlock
 
 _INITIALIZED = 2  # nvshmemx_init_status: initialised, by us or by another library of this process
@@ -110,8 +110,8 @@ def initialize(device: torch.device, timeout_s: float, with_arena: bool) -> None
             f"NVSHMEM starts on all ranks of the default group together, and some did not come: {error}; "
             "where a rank takes part in no group, call fa_a2a.initialize() there"
         ) from error
-    if wrong := [f"rank {r}: {entry['wrong']}" for r, entry in enumerate(entries) if entry["wrong"]]:
-        raise ConfigurationError("; ".join(wrong))
+    if wrong := by_rank(entry["wrong"] for entry in entries):
+        raise ConfigurationError(wrong)
     problem = joint_problem(entries, device)
     # can_device_access_peer is each rank's own finding: one rank's reason is everyone's
     problems = [p for p in everyone.exchange("nvshmem verdict", problem, timeout_s) if p]

@@ -30,7 +30,7 @@ from ..layout import (
     Word,
     signed_difference,
 )
-from .group import Group, host_identity
+from .group import Group, by_rank, host_identity
 from .symmetric import Fault, SymmetricBlock, SymmetricMemory
 
 _U64 = 1 << 64
@@ -143,9 +143,9 @@ class SharedMemory(SymmetricMemory):
             except OSError as error:
                 problem = str(error)
             told = self.group.exchange("shared memory", (path, identity, problem), timeout_s)
-            if troubles := [f"rank {r}: {trouble}" for r, (_, _, trouble) in enumerate(told) if trouble]:
+            if troubles := by_rank(trouble for _, _, trouble in told):
                 raise WorkspaceError(
-                    f"no {nbytes} bytes of shared memory to be had ({'; '.join(troubles)}); "
+                    f"no {nbytes} bytes of shared memory to be had ({troubles}); "
                     "free memory or raise this process's limits, or use exchange='collective'"
                 )
             maps, problem = [], None
@@ -154,9 +154,9 @@ class SharedMemory(SymmetricMemory):
             except OSError as error:
                 problem = str(error)
             told = self.group.exchange("shared memory mapped", problem, timeout_s)
-            if troubles := [f"rank {r}: {trouble}" for r, trouble in enumerate(told) if trouble]:
+            if troubles := by_rank(told):
                 raise UnsupportedError(
-                    f"these processes cannot open each other's memory ({'; '.join(troubles)}); they must run as one "
+                    f"these processes cannot open each other's memory ({troubles}); they must run as one "
                     "user and see each other in /proc (containers: --pid=container:...), or use exchange='collective'"
                 )
         finally:

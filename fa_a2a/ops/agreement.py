@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..comm.group import Group
+from ..comm.group import Group, by_rank
 from ..errors import FaA2AError, PeerMismatchError, PeerTimeoutError
 from . import differences
 
@@ -49,11 +49,10 @@ def agree(
         reports = group.exchange("agreement on the arguments", mine, timeout_s, watch)
     except PeerTimeoutError as late:
         raise (late if error is None else error) from late
-    errors = {r: report["error"] for r, report in enumerate(reports) if report["error"]}
-    kinds = {str(text).partition(":")[0] for text in errors.values()}
-    if len(errors) == group.size and len(kinds) == 1 and error is not None:
+    errors = [report["error"] for report in reports]
+    if error is not None and all(errors) and len({str(text).partition(":")[0] for text in errors}) == 1:
         raise error  # texts may differ, in a device's number say
-    if errors:
-        raise PeerMismatchError("; ".join(f"rank {r}: {text}" for r, text in errors.items()))
+    if told := by_rank(errors):
+        raise PeerMismatchError(told)
     differences.compare(reports)
     return reports

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +36,7 @@ def _way(request: Mapping[str, Any]) -> str:
 
 def _unequal_shards(requests: list[dict[str, Any]], differing: list[str]) -> str:
     """The way out where the ranks hold different numbers of tokens and nothing else differs."""
-    if differing != ["seq_len"] or requests[0]["shard_sizes"] is not None or requests[0]["head_sharded"]:
+    if not _only_tokens(requests[0], differing):
         return ""
     text = abs(requests[0]["replicated_text"])
     sizes = [(r["seq_len"] - text) // len(requests) for r in requests]
@@ -52,11 +52,12 @@ def from_known(request: Request, known: Sequence[Request]) -> str:
         apart.append({name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]})
     nearest = min(apart, key=len, default={})
     values = ", ".join(f"{name}={here} where a known call has {there}" for name, (here, there) in nearest.items())
-    return f"its arguments are new: {values}{_unequal_shard(request, nearest)}"
+    way_out = (
+        " (the rows of this rank times the number of ranks); for shards of unequal sizes pass shard_sizes everywhere"
+    )
+    return f"its arguments are new: {values}{way_out if _only_tokens(mine, nearest) else ''}"
 
 
-def _unequal_shard(request: Request, differing: Mapping[str, object]) -> str:
-    """The way out where only the number of tokens is new: this rank may hold a shard of another size than its peers."""
-    if list(differing) != ["seq_len"] or request.shard_sizes is not None or request.head_sharded:
-        return ""
-    return " (the rows of this rank times the number of ranks); for shards of unequal sizes pass shard_sizes everywhere"
+def _only_tokens(request: Mapping[str, Any], differing: Iterable[str]) -> bool:
+    """Whether nothing but the number of tokens differs, so that ranks may hold shards of unequal sizes unannounced."""
+    return list(differing) == ["seq_len"] and request["shard_sizes"] is None and not request["head_sharded"]

@@ -91,7 +91,7 @@ class _FA3:
 
 class _OneChunk(threading.local):
     """The table of addresses of an output in one piece, written anew for each call, which has read it when it returns.
-    A tensor made for each takes the host ten times as long."""
+    Kept, since making a tensor costs the host time."""
 
     def __init__(self) -> None:
         self._table = torch.zeros(2, 1, dtype=torch.int64)

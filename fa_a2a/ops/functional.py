@@ -249,9 +249,8 @@ def whole_layer(
 def handed_out(out: torch.Tensor, lse: torch.Tensor | None, copy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     if copy:
         return out.clone(), None if lse is None else lse.clone()
-    if (
-        torch.is_grad_enabled()
-    ):  # what requires grad and is put into them in place would else tie a graph to the buffers
+    if torch.is_grad_enabled():
+        # what requires grad and is put into them in place would else tie a graph to the buffers
         return out.detach(), None if lse is None else lse.detach()
     return out, lse
 

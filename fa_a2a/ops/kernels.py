@@ -13,6 +13,7 @@ import torch
 from ..comm.pointer import tensor_at
 from ..errors import ConfigurationError
 from ..layout import Run, equal_stride_runs
+from ..xstage.tiles import FA3_TILES
 
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -130,8 +131,8 @@ def _fa4_problem(device: torch.device, head_dim: int, causal: bool) -> str | Non
 
 
 def _fa3_problem(dtype: torch.dtype, head_dim: int) -> str | None:
-    if head_dim not in (64, 128):
-        return f"kernel 'fa3' takes head dimensions 64 and 128, got {head_dim}"
+    if head_dim not in FA3_TILES:
+        return f"kernel 'fa3' takes head dimensions {' and '.join(map(str, sorted(FA3_TILES)))}, got {head_dim}"
     from ..native import build
 
     troubles = map(build.problem, build.variants(head_dim, str(dtype).removeprefix("torch.")))
@@ -141,7 +142,7 @@ def _fa3_problem(dtype: torch.dtype, head_dim: int) -> str | None:
 def uncompiled(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why a first call of a kernel that can run would have to wait for its compiler by the minute, or None. 'auto' then
     takes another; a call that names the kernel compiles it, for good."""
-    if name != "fa3" or device.type != "cuda" or head_dim not in (64, 128):
+    if name != "fa3" or device.type != "cuda" or head_dim not in FA3_TILES:
         return None
     from ..native import build
 
