@@ -31,19 +31,19 @@ MOST_TILES = 2_000_000
 HIDDEN = 0.95  # of the exchange, from which on it is called hidden
 
 
-def profile_and_note(name: str | None, ranks: int | None, gpu: str | None) -> tuple[PlatformProfile, str]:
+def profile_and_note(name: str | None, ranks: int | None, gpu: str | None) -> tuple[PlatformProfile, str, bool]:
     """The profile asked for, or the shipped one of this GPU for so many ranks, or, where there is none, the nearest one
-    taken for them; and a sentence that says which, and what was assumed."""
+    taken for them; a sentence that says which, and what was assumed; and whether anything was."""
     if ranks is not None and ranks < 2:
         raise ConfigurationError(f"one rank has nothing to exchange: --ranks must be at least 2, got {ranks}")
     if name is not None:
         profile = load_profile(name)
         profile.check_fits(num_ranks=profile.num_ranks if ranks is None else ranks, device=gpu)
-        return profile, f"profile {_origin(profile)}"
+        return profile, f"profile {_origin(profile)}", False
     count = DEFAULT_RANKS if ranks is None else ranks
     asked = "" if ranks is not None else f"; {count} ranks for lack of --ranks"
     if exact := shipped_profile(count, gpu):
-        return exact, f"profile {_origin(exact)}{asked}"
+        return exact, f"profile {_origin(exact)}{asked}", False
     if count > MOST_RANKS:
         rule = f"profiles are shipped for GPUs of one host, at most {MOST_RANKS} ranks"
         raise ConfigurationError(f"{rule}; got --ranks {count}; name a profile for so many with --profile")
@@ -53,7 +53,7 @@ def profile_and_note(name: str | None, ranks: int | None, gpu: str | None) -> tu
         way_out = "calibrate it with fa-a2a calibrate and name the profile with --profile"
         raise ConfigurationError(f"profiles are shipped for {', '.join(known)}; got --gpu {gpu}; {way_out}")
     taken = dataclasses.replace(near, name=f"{near.name} for {count}", num_ranks=count)
-    return taken, _assumption(near, count)
+    return taken, _assumption(near, count), True
 
 
 def _origin(profile: PlatformProfile) -> str:

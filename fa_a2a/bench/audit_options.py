@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    profile, note = words.profile_and_note(arguments.profile, arguments.ranks, arguments.gpu)
+    profile, note, assumed = words.profile_and_note(arguments.profile, arguments.ranks, arguments.gpu)
     store: StoreName = arguments.store or ("bulk" if "bulk" in profile.stores else next(iter(profile.stores)))
     heads, notes = words.even_heads(arguments.heads, arguments.seq_len, profile.num_ranks)
     call = {"batch": arguments.batch, "seq_len": arguments.seq_len, "num_heads": heads, "head_dim": arguments.head_dim}
@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
     words.check_tiles(arguments.seq_len, heads, arguments.tile_rows)
     for text in (note, *notes):
         print(f"{text}.")
-    assumed = "TAKEN FOR" in note
     if arguments.kernel is not None:
         for name in DESIGNS if arguments.kernel == EVERY else [arguments.kernel]:
             print()
