@@ -96,7 +96,7 @@ class Bench:
         plan = next(reversed(self.group.plans.values()), None)
         if plan is None:
             raise FaA2AError("the model ran without fa_a2a's attention: a bug; no time is reported")
-        return Way(model, call, f"{plan.kernel}, {plan.exchange}")
+        return Way(model, call, f"{plan.kernel}, {'overlapped' if plan.overlapped else plan.exchange}")
 
     def _parallel(self, backend: str) -> Any:
         """A twin that shares the weights, on all ranks of the group."""

@@ -9,12 +9,15 @@ Methods:
   diffusers     diffusers' Ulysses through its dispatch function, with the fastest of its kernels that works here
   attention     the kernel alone on this rank's heads, the better of its tiles
 ready_us is a call's time until its output is complete: median over rounds of the slowest rank, methods interleaved.
+vs_attention_equal_clock, on GPUs: the ratio of SM cycles in place of times, of the rank with the slowest clock. A GPU
+at its power limit lowers its clock where more power is drawn, by stores to its peers among others (bench/clock.py).
 Modes: eager, one call after another; graph, calls of a CUDA graph that holds LAYERS_PER_GRAPH of them.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -33,7 +36,7 @@ from .layer_case import Layer, Way
 from .layer_methods import alone, first_line, ways
 from .plot_parts import draw_newest
 from .sweep import Case
-from .timing import Method, interleaved
+from .timing import Method, clocked
 
 Calls = dict[str, Callable[[], object]]
 
@@ -87,7 +90,8 @@ def _measure(
         per_call = LAYERS_PER_GRAPH if mode == "graph" else 1
         repeats = _repeats(calls["fa_a2a"], per_call, layer)
         named = {name: Method(call) for name, call in calls.items()}
-        times = interleaved(named, rounds=case.rounds, calls=repeats, device=device, align=layer.align)
+        times, mhz = clocked(named, rounds=case.rounds, calls=repeats, device=device, align=layer.align)
+        cycles = {name: statistics.median(map(operator.mul, times[name], mhz[name])) for name in mhz}
         median = {name: statistics.median(rounds) / per_call for name, rounds in times.items()}
         tiles = [name for name in median if name.startswith("attention")]
         best = min(tiles, key=lambda name: median[name])
@@ -103,6 +107,7 @@ def _measure(
                     "tile": (best.partition("_")[2] or "default") if name == best else "",
                     "ready_us": round(median[name], 2),
                     "vs_attention": round(median[name] / median[best], 4),
+                    "vs_attention_equal_clock": round(cycles[name] / cycles[best], 4) if cycles else None,
                     "vs_fa_a2a": round(median[name] / median["fa_a2a"], 4),
                     "host_us": _host_us(calls[name], per_call, layer),
                     "workspace_bytes": way.held_bytes,
@@ -111,6 +116,7 @@ def _measure(
                     "note": notes.get(name, ""),
                     "calls_per_round": repeats * per_call,
                     "rounds_us": [round(x / per_call, 2) for x in times[name]],
+                    **({"rounds_mhz": [round(x, 1) for x in mhz[name]]} if mhz else {}),
                 }
             )
     return lines, [f"{name} left out: {reason}" for name, reason in skipped.items()]
@@ -204,8 +210,8 @@ def _peak_bytes(way: Way, layer: Layer) -> int | None:
 def show(out: Path, plot_path: Path) -> None:
     print(
         "\nready: us per layer until the output is complete, with both exchanges, median over rounds of the slowest;\n"
-        "x att.: over attention alone; x ours: over fa_a2a. host: us of the host per layer. held: buffers kept\n"
-        "between calls; peak: what torch allocates beyond them during one."
+        "x att.: over attention alone, =clock: in cycles of the SMs; x ours: over fa_a2a. host: us of the host per\n"
+        "layer. held: buffers kept between calls; peak: what torch allocates beyond them during one."
     )
     lines = record.read(out)
     if not lines:  # /dev/null and the like

@@ -148,8 +148,9 @@ def show(out: Path, plot_path: Path, since: int = 0, preview: Iterable[str] = ()
     else:
         print(
             "\nus per call, median over rounds of the slowest rank. E_res: fused minus attention alone; cost: fused "
-            "minus\nthe same kernel with local stores; sender: the kernel's end, ready: all tiles of all peers are "
-            "here; pred.:\nX-Stage's cost for the profile named in the lines."
+            "minus\nthe same kernel with local stores, =clock: if the SMs' clock had been that one's; sender: the "
+            "kernel's end,\nready: all tiles of all peers are here; pred.: X-Stage's cost for the profile named in "
+            "the lines."
         )
     for text in convergence.report(line for line in lines[since:] if line.get("kind") == "sweep"):
         print(text)

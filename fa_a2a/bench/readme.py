@@ -35,23 +35,40 @@ def sweep_table(lines: Lines) -> str:
     """Rows of the most heads that were measured; those of fewer stay in the result files."""
     gpu = [line for line in lines if line.get("kind") == "sweep" and line.get("device") != "CPU"]
     most = max((x["num_heads"] for x in gpu), default=0)
-    header = ["P", "kernel", "S", "attention", "serial", "fused", "ready", "E_res", "cost (95 %)", "speed-up"]
+    header = [
+        "P",
+        "kernel",
+        "S",
+        "attention",
+        "serial",
+        "fused",
+        "ready",
+        "E_res",
+        "cost (95 %)",
+        "at equal clocks",
+        "speed-up",
+    ]
     rows = []
     for x in _newest(gpu, "sweep", ("world_size", "kernel", "num_heads", "seq_len")):
         if x["num_heads"] < most:
             continue
-        ci = x["cost_sender_ci_us"]  # None from one round
         rows.append(
             [
                 f"{x['world_size']}{_mark(x)}",
                 *(str(x[name]) for name in ("kernel", "seq_len")),
                 *(f"{x[name]:.1f}" for name in ("fa_only_us", "serial_us", "fused_sender_us", "fused_ready_us")),
                 " / ".join(f"{x[name]:+.1f}" for name in ("e_res_sender_us", "e_res_ready_us")),
-                f"{x['cost_sender_us']:+.1f} ± {'-' if ci is None else f'{ci:.1f}'}",
+                *(_cost(x, name) for name in ("cost_sender", "cost_sender_equal_clock")),
                 f"{x['speedup_sender']:.2f} / {x['speedup_ready']:.2f}",
             ]
         )
     return _table(header, rows)
+
+
+def _cost(line: dict[str, Any], name: str) -> str:
+    """With half of its interval, which one round does not have."""
+    us, ci = line.get(f"{name}_us"), line.get(f"{name}_ci_us")
+    return "-" if us is None else f"{us:+.1f} ± {'-' if ci is None else f'{ci:.1f}'}"
 
 
 def layer_table(lines: Lines) -> str:
@@ -67,7 +84,7 @@ def layer_table(lines: Lines) -> str:
             runs.setdefault((x["world_size"], x["seq_len"], x["num_heads"]), {})[x["method"], x["mode"]] = x
     methods = {"attention": "attention", "overlapped": "overlapped", "fa_a2a": "fused", "nccl_packed": "NCCL packed"}
     methods |= {"nccl": "NCCL", "symm_mem": "symm. memory", "diffusers": "diffusers"}
-    header = ["P", "S", "H", *methods.values(), "/ attention", "over packed", "host"]
+    header = ["P", "S", "H", *methods.values(), "/ attention", "in cycles", "over packed", "host"]
     rows = []
     for (ranks, seq_len, heads), run in sorted(runs.items()):
         ours = [run.get(("overlapped", mode), run.get(("fa_a2a", mode))) for mode in _MODES]
@@ -79,6 +96,7 @@ def layer_table(lines: Lines) -> str:
                 *(str(seq_len), str(heads)),
                 *(_pair([run.get((name, mode), {}).get("ready_us") for mode in _MODES], 1) for name in methods),
                 _pair([x["vs_attention"] if x else None for x in ours], 2),
+                _pair([x.get("vs_attention_equal_clock") if x else None for x in ours], 2),
                 _pair(over, 2),
                 _pair([x["host_us"] if x else None for x in ours], 1),
             ]

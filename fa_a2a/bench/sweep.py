@@ -8,6 +8,8 @@ Methods, all over head-sharded inputs (B, S, h, D), us per call, median over rou
   fused_local    the same kernel and views with every store local
   fused_op       attention_gather as a user calls it: opens the call, fused_ready, host work included
 E_res = fused - fa_only (the paper's); cost = fused - fused_local, paired round by round.
+equal_clock: the same difference if the SMs' clock had been the other method's (bench/clock.py), on GPUs. A GPU at its
+power limit lowers its clock where a kernel draws more, and a long kernel's time is then not the exchange's alone.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from ..ops import fused, serial
 from ..ops.functional import HeadShards, attention_gather
 from ..ops.plan import Plan
 from ..xstage import hidden_fraction, speedup
+from .clock import at_clock_of
 from .record import environment
-from .timing import Method, interleaved, paired
+from .timing import Method, Times, clocked, paired
 
 _TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
 
@@ -101,8 +104,9 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
     for name, adapter in _alone(plan).items():
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
     calls = _calls(methods["fused_local"].call, device)
-    times = interleaved(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick)
-    return _line(case, device, group, plan, times, equal, calls) | prediction
+    times, mhz = clocked(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick)
+    line = _line(case, device, group, plan, times, equal, calls)
+    return line | (_at_equal_clocks(times, mhz) if mhz else {}) | prediction
 
 
 def _alone(plan: Plan) -> dict[str, Any]:
@@ -153,12 +157,12 @@ def _line(
     device: torch.device,
     group: Group,
     plan: Plan,
-    times: dict[str, list[float]],
+    times: Times,
     equal: bool,
     calls: int,
 ) -> dict[str, Any]:
     median = {name: statistics.median(values) for name, values in times.items()}
-    alone = min((name for name in times if name.startswith("fa_only")), key=lambda name: median[name])
+    alone = _best_alone(times)
     cost_sender, ci_sender = paired(times["fused_sender"], times["fused_local"])
     cost_ready, ci_ready = paired(times["fused_ready"], times["fused_local"])
     serial_us, alone_us = median["serial"], median[alone]
@@ -191,3 +195,25 @@ def _line(
         "calls_per_round": calls,
         "rounds_us": {name: [round(x, 2) for x in values] for name, values in times.items()},
     }
+
+
+def _best_alone(times: Times) -> str:
+    return min((name for name in times if name.startswith("fa_only")), key=lambda name: statistics.median(times[name]))
+
+
+def _at_equal_clocks(times: Times, mhz: Times) -> dict[str, Any]:
+    """Costs at fused_local's clock, E_res at fa_only's; and each method's clock, of the slowest rank."""
+    fields: dict[str, Any] = {}
+    alone = _best_alone(times)
+    for which in ("sender", "ready"):
+        fused_us, fused_mhz = times[f"fused_{which}"], mhz[f"fused_{which}"]
+        cost, ci = paired(at_clock_of(fused_us, fused_mhz, mhz["fused_local"]), times["fused_local"])
+        as_alone = statistics.median(at_clock_of(fused_us, fused_mhz, mhz[alone]))
+        fields |= {
+            f"cost_{which}_equal_clock_us": _us(cost),
+            f"cost_{which}_equal_clock_ci_us": _us(ci),
+            f"e_res_{which}_equal_clock_us": _us(as_alone - statistics.median(times[alone])),
+        }
+    fields["sm_mhz"] = {name: round(statistics.median(values), 1) for name, values in mhz.items()}
+    fields["rounds_mhz"] = {name: [round(x, 1) for x in values] for name, values in mhz.items()}
+    return fields

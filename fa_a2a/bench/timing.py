@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .clock import Clock
+
+Times = dict[str, list[float]]
+
 # two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom; 1.96 beyond
 _T95 = (
     *(12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
@@ -35,7 +39,7 @@ def interleaved(
     device: torch.device,
     align: Callable[[], object],
     tick: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
+) -> Times:
     """Microseconds per call of each method: one value a round, the maximum over ranks. The first round is dropped.
 
     Each round has an order of its own, the same on every rank: what runs behind an idle pause or a cooler method finds
@@ -43,7 +47,38 @@ def interleaved(
 
     align: makes the ranks' streams start together. Collective over the default group.
     """
-    results: dict[str, list[float]] = {name: [] for name in methods}
+    return _rounds(methods, rounds, calls, device, align, tick, None)[0]
+
+
+def clocked(
+    methods: dict[str, Method],
+    *,
+    rounds: int,
+    calls: int,
+    device: torch.device,
+    align: Callable[[], object],
+    tick: Callable[[], object] = lambda: None,
+) -> tuple[Times, Times]:
+    """interleaved's times, and the SM clock in MHz of the rank with the slowest one, likewise by round; none on CPUs.
+
+    That rank's clock goes with the largest time: it is the last to finish what ranks do alone, and the one that others
+    wait for in what they do together.
+    """
+    clock = Clock(device) if device.type == "cuda" else None
+    return _rounds(methods, rounds, calls, device, align, tick, clock)
+
+
+def _rounds(
+    methods: dict[str, Method],
+    rounds: int,
+    calls: int,
+    device: torch.device,
+    align: Callable[[], object],
+    tick: Callable[[], object],
+    clock: Clock | None,
+) -> tuple[Times, Times]:
+    times: Times = {name: [] for name in methods}
+    clocks: Times = {} if clock is None else {name: [] for name in methods}
     for index in range(rounds + 1):
         names = list(methods)
         random.Random(index).shuffle(names)
@@ -54,14 +89,23 @@ def interleaved(
             _wait(device)
             dist.barrier()
             align()
-            us = torch.tensor([_time(method.call, calls, device)], dtype=torch.float64, device=device)
+            if clock is not None:
+                clock.start()
+            us, mhz = _time(method.call, calls, device), 0.0
+            if clock is not None:
+                clock.stop()
+                mhz = clock.mhz()
+            found = torch.tensor([us, -mhz], dtype=torch.float64, device=device)
             method.after()
             _wait(device)
-            dist.all_reduce(us, op=dist.ReduceOp.MAX)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
             if index:
-                results[name].append(us.item())
+                us, mhz = found.tolist()
+                times[name].append(us)
+                if clock is not None:
+                    clocks[name].append(-mhz)
         tick()
-    return results
+    return times, clocks
 
 
 def _time(call: Callable[[], object], calls: int, device: torch.device) -> float:

@@ -3,6 +3,9 @@
 They agree within 5 us, 25 % of the cost or 0.5 % of attention's time, whichever is largest. A measurement whose own
 95 % interval is wider than that decides nothing, unless the two lie apart by more than tolerance and interval together;
 a sharper one counts as it stands.
+
+A line may hold the cost at equal clocks, too. The model knows no clocks: a GPU at its power limit lowers its own where
+the exchange draws power. A cost that lies apart and is as predicted at equal clocks is told as that.
 """
 
 from __future__ import annotations
@@ -50,23 +53,39 @@ class Comparison:
     measured_us: float
     ci_us: float | None
     attention_us: float
+    equal_clock_us: float | None = None
+    equal_clock_ci_us: float | None = None
 
     @property
     def verdict(self) -> Verdict:
+        return self._verdict(self.measured_us, self.ci_us)
+
+    @property
+    def is_clock(self) -> bool:
+        """Apart, and as predicted in SM cycles."""
+        if self.verdict != "apart" or self.equal_clock_us is None:
+            return False
+        return self._verdict(self.equal_clock_us, self.equal_clock_ci_us) == "agree"
+
+    def _verdict(self, measured_us: float, ci_us: float | None) -> Verdict:
         return verdict(
-            predicted_us=self.predicted_us,
-            measured_us=self.measured_us,
-            ci_us=self.ci_us,
-            attention_us=self.attention_us,
+            predicted_us=self.predicted_us, measured_us=measured_us, ci_us=ci_us, attention_us=self.attention_us
         )
 
     def __str__(self) -> str:
         allowed = tolerance_us(measured_us=self.measured_us, attention_us=self.attention_us)
-        interval = "one round" if self.ci_us is None else f"± {self.ci_us:.1f}"
-        return (
+        interval = _interval(self.ci_us)
+        text = (
             f"P={self.world_size} S={self.seq_len} H={self.num_heads} {self.kernel}: {self.which} cost predicted "
             f"{self.predicted_us:+.1f}, measured {self.measured_us:+.1f} us ({interval}; allowed {allowed:.1f})"
         )
+        if self.equal_clock_us is not None:
+            text += f"; at equal clocks {self.equal_clock_us:+.1f} us ({_interval(self.equal_clock_ci_us)})"
+        return text
+
+
+def _interval(ci_us: float | None) -> str:
+    return "one round" if ci_us is None else f"± {ci_us:.1f}"
 
 
 def compare(line: Mapping[str, Any]) -> list[Comparison]:
@@ -87,6 +106,8 @@ def compare(line: Mapping[str, Any]) -> list[Comparison]:
                 measured_us=measured,
                 ci_us=line.get(f"cost_{which}_ci_us"),
                 attention_us=line["fa_only_us"],
+                equal_clock_us=line.get(f"cost_{which}_equal_clock_us"),
+                equal_clock_ci_us=line.get(f"cost_{which}_equal_clock_ci_us"),
             )
         )
     return found
@@ -106,5 +127,13 @@ def report(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     )
     if not apart:
         return [head]
-    way_out = "  the model, the profile or the kernel is not what it was: calibrate again, then look at the terms"
-    return [head, *(f"  apart: {c}" for c in apart), way_out]
+    told = [head, *(f"  apart: {c}" for c in apart)]
+    if any(c.is_clock for c in apart):
+        told.append(
+            "  as predicted at equal clocks: at its power limit the GPU lowers its clock, which the model does not know"
+        )
+    if not all(c.is_clock for c in apart):
+        told.append(
+            "  the model, the profile or the kernel is not what it was: calibrate again, then look at the terms"
+        )
+    return told

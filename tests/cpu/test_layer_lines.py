@@ -26,7 +26,7 @@ def run(**fields):
 
 def test_row_shows_what_a_line_says():
     row = table.layer_row(line("fa_a2a", 200.0, bitwise_equal=True, transport="", note="eager only: no"))
-    assert " ".join(row.split()) == "4 4608 24 fa_a2a graph 200.0 2.00 1.00 30.0 3.0 - equal fa4 - eager only: no"
+    assert " ".join(row.split()) == "4 4608 24 fa_a2a graph 200.0 2.00 - 1.00 30.0 3.0 - equal fa4 - eager only: no"
     widths = [len(text) for text in (table.layer_header(), table.layer_row(line("nccl_packed", 1.0)))]
     assert widths[0] == widths[1]
 
@@ -37,13 +37,15 @@ def test_readme_table_takes_the_newest_run_of_a_shape():
     for lines in (old + new, new + old):
         rows = readme.layer_table(lines).splitlines()
         only = "| 4 | 4608 | 24 | - / 101.0 | - / - | - / 201.0 | - / 341.0 | - / - | - / - | - / - |"
-        assert rows[2:] == [f"{only} - / 2.00 | - / 1.70 | - / 30.0 |"]
+        assert rows[2:] == [f"{only} - / 2.00 | - / - | - / 1.70 | - / 30.0 |"]
 
 
 def test_readme_table_compares_with_the_overlapped_form_where_there_is_one():
-    rows = readme.layer_table([*run(), line("overlapped", 110.0, vs_attention=1.1, host_us=20.0)]).splitlines()
+    rows = readme.layer_table(
+        [*run(), line("overlapped", 110.0, vs_attention=1.1, vs_attention_equal_clock=1.01, host_us=20.0)]
+    ).splitlines()
     only = "| 4 | 4608 | 24 | - / 100.0 | - / 110.0 | - / 200.0 | - / 340.0 | - / - | - / - | - / - |"
-    assert rows[2:] == [f"{only} - / 1.10 | - / 3.09 | - / 20.0 |"]
+    assert rows[2:] == [f"{only} - / 1.10 | - / 1.01 | - / 3.09 | - / 20.0 |"]
 
 
 def test_readme_table_marks_stale_lines_and_leaves_cpus_out():

@@ -166,3 +166,16 @@ def test_report_warns_where_they_part():
     assert "calibrate again" in way_out
     assert report([line | {"predicted_ready_us": None}])[0].startswith("X-Stage: 1 of 1 costs as predicted")
     assert report([{"fa_only_us": 1.0}]) == []
+
+
+def test_report_says_where_the_clock_made_a_cost():
+    """65536 tokens on 2 GPUs at their power limit: 2 % more time, as many cycles."""
+    line = {"world_size": 2, "seq_len": 65536, "num_heads": 24, "kernel": "fa4", "fa_only_us": 40000.0}
+    line |= {"cost_sender_us": 500.0, "cost_sender_ci_us": 60.0, "predicted_sender_us": 0.0}
+    unknown = report([line])
+    assert len(unknown) == 3 and "calibrate again" in unknown[-1] and "clock" not in unknown[1]
+    clock = report([line | {"cost_sender_equal_clock_us": 30.0, "cost_sender_equal_clock_ci_us": 20.0}])
+    assert clock[0] == unknown[0], "what was measured was measured"
+    assert "at equal clocks +30.0 us (± 20.0)" in clock[1] and "power limit" in clock[2] and len(clock) == 3
+    both = report([line | {"cost_sender_equal_clock_us": 400.0, "cost_sender_equal_clock_ci_us": 20.0}])
+    assert "at equal clocks +400.0 us" in both[1] and "calibrate again" in both[2] and len(both) == 3
