@@ -16,7 +16,7 @@ is attention.py's audit. For a kernel with staging of its own, whose blocks stay
 
 No term, since it is below the tolerance of convergence.py: that each call waits for the rank that is slowest in it. The
 calls of one H200, taken for ranks that go on their own, would wait 0.6 us or 0.1 % of a call (8 ranks: 0.2 %) for each
-other, and what 2x H200 show beyond publication is 0.2 +- 0.5 us of 110 and 0.9 +- 1.0 of 220. A rank that is slower
+other, and what 2x H200 show beyond publication is 0.4 +- 0.5 us of 110 and 1.2 +- 1.0 of 220. A rank that is slower
 throughout is so alone, too (tests/cpu/test_predicted_measured.py has both).
 
 What the model does not explain: 65536 tokens of 24 heads on 2x H200 (2026-11-30), where remote stores cost 758 +- 285

@@ -11,9 +11,10 @@ import pytest
 import torch
 from calibration_lines import CAPACITIES, FLOORS, RATE, make
 
-from fa_a2a.bench import fitting
+from fa_a2a.bench import fitting, publication
 from fa_a2a.bench.bursts import Launch, steady_us
 from fa_a2a.bench.calibrate import line, plan, rank_count
+from fa_a2a.bench.record import read
 from fa_a2a.cli import main
 from fa_a2a.errors import ConfigurationError, ProfileError
 from fa_a2a.xstage import burst_gap as bg
@@ -160,6 +161,18 @@ def test_one_gpu_is_not_enough():
 
 
 # -- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_profile_is_what_the_recorded_calibration_gives():
+    """Every number of it, attention's speed and publication too: nothing is taken over. Two runs; the newest counts."""
+    lines = read(ROOT / "benchmarks/results/calibrate_h200x2.jsonl")
+    runs = read_runs(lines)
+    own = publication.found(lines, "NVIDIA H200", 2, 132)
+    assert len(runs) == 2 and set(own) == {"tflops", "publish_us", "publish_inside_us"}
+    found = [fit(run) for run in runs]
+    assert fitting.profile_of(found[-1], measured=own) == load_profile("h200x2")
+    assert load_profile("h200x2").source == "fa-a2a calibrate"
+    assert found[0].rate_gb_s.value == pytest.approx(found[1].rate_gb_s.value, rel=0.005)
 
 
 def test_attention_speed_is_taken_over_and_said(tmp_path):

@@ -124,13 +124,14 @@ def test_forms_are_compared_with_the_better_stock_tile_round_by_round():
 
 def test_recorded_forms_with_local_stores_are_no_slower_than_stock():
     """Asked of the epilogue: at most 0.5 % above the stock kernel's better tile from 4608 to 65536 tokens. Here
-    with the whole 95 % interval, for 24 and 12 heads on 2 and 4 ranks."""
+    with the whole 95 % interval, for 24 and 12 heads on 2 and 4 ranks, and for 48 on 4."""
     lines = [json.loads(text) for text in (RESULTS / "kernel_designs_h200.jsonl").read_text().splitlines()]
     library = {
         (x["seq_len"], x["local_heads"], x["num_ranks"]): x for x in lines if x["form"] == kernel_designs.LIBRARY
     }
     lengths, shards = (4608, 8192, 16384, 32768, 65536), ((12, 2), (6, 2), (6, 4), (3, 4))
-    assert set(library) == {(seq_len, heads, ranks) for seq_len in lengths for heads, ranks in shards}
+    every = {(seq_len, heads, ranks) for seq_len in lengths for heads, ranks in shards}
+    assert set(library) == every | {(8192, 12, 4)}
     assert max(x["over_stock_percent"] + x["over_stock_ci"] for x in library.values()) < 0.5
     stock = {(x["seq_len"], x["local_heads"], x["num_ranks"]): x for x in lines if x["form"] == "stock"}
     for shape, line in library.items():

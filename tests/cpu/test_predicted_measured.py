@@ -36,8 +36,10 @@ EXPECTED = {
     (2, "persistent", 4608, 24, "2026-11-30T05:51"): ("agree", "agree"),
     (2, "persistent", 8192, 24, "2026-11-30T05:51"): ("undecided", "undecided"),
     (2, "persistent", 16384, 24, "2026-11-30T05:51"): ("undecided", "undecided"),
-    (2, "fa3", 4608, 24, "2026-11-30T05:51"): ("agree", "agree"),
-    (2, "fa3", 8192, 24, "2026-11-30T05:51"): ("undecided", "undecided"),
+    (2, "fa3", 4608, 24, "2026-11-30T10:29"): ("agree", "agree"),
+    (2, "fa3", 8192, 24, "2026-11-30T10:29"): ("agree", "undecided"),
+    (2, "fa3", 16384, 24, "2026-11-30T10:29"): ("undecided", "undecided"),
+    (2, "fa3", 32768, 24, "2026-11-30T10:29"): ("undecided", "undecided"),
 }
 
 

@@ -23,7 +23,7 @@ from fa_a2a.xstage import (
     profile_hash,
     shipped_profile,
 )
-from fa_a2a.xstage.convergence import report, verdict
+from fa_a2a.xstage.convergence import TOLERANCE_US, report, verdict
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 H200X4, H200X2 = load_profile("h200x4"), load_profile("h200x2")
@@ -64,12 +64,13 @@ def test_probe_on_four_ranks(seq_len, num_heads, unpaced, paced):
     assert predicted("persistent", seq_len, num_heads, H200X4).sender_us == pytest.approx(paced, abs=5.0)
 
 
-def test_publication_of_the_shipped_profile_is_the_pace_benchs():
-    """At (4608, 24) on 2x H200, median over the persistent builds; no sweep line has a part in it."""
+def test_publication_of_the_shipped_profile_beside_the_pace_benchs():
+    """At (4608, 24) on 2x H200, median over the persistent builds. Calibration publishes behind local stores, the pace
+    bench behind remote ones: 1.8 us longer, both inside the kernel and behind it, which is below half the tolerance."""
     lines = [x for x in recorded("pace_h200x2.jsonl") if x["seq_len"] == 4608 and "cost_ready_inside_us" in x]
     for name, field in (("publish_us", "cost_ready_small_us"), ("publish_inside_us", "cost_ready_inside_us")):
         found = statistics.median(x[field] - x["cost_sender_us"] for x in lines)
-        assert getattr(H200X2, name) == pytest.approx(found, abs=0.01)
+        assert 0 <= found - getattr(H200X2, name) <= TOLERANCE_US / 2
 
 
 def test_terms_of_the_persistent_kernel():

@@ -12,7 +12,7 @@ from fa_a2a.xstage import design, load_profile, predict_cost
 from fa_a2a.xstage.attention_run import simulate_attention
 from fa_a2a.xstage.simulate import At, Path, Send, run, simulate_periodic
 
-RATE, FLOOR, K, TILE = 366.5, 0.7, 132, 32768  # of 2x H200: GB/s, us, SMs, bytes
+RATE, FLOOR, K, TILE = 366.0, 0.7, 132, 32768  # of 2x H200: GB/s, us, SMs, bytes
 V = K * TILE
 DRAIN = V / RATE / 1e3
 
