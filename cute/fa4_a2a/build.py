@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
-from .forward import FORWARD_TILES, load_forward
+from .forward import Tile, alike_tiles, load_forward
 from .litmus import VARIANTS, load_litmus
 from .overlap import ARCHS as OVERLAP_ARCHS
 from .overlap import HEAD_DIM as OVERLAP_HEAD_DIM
 from .overlap import load_overlap
-from .persistent import Build, load_persistent, persistent_tile
+from .persistent import Build, load_persistent
 from .scatter import load_scatter
 from .scatter_unequal import load_unequal
 from .signal import load_signal
@@ -41,14 +41,12 @@ def build_all(
     sms = NUM_SMS[arch] if num_sms is None else num_sms
     jobs: list[tuple[str, Callable[[], object]]] = [(f"signal {arch}", lambda: load_signal(arch))]
     for head_dim in head_dims:
-        tile = FORWARD_TILES[arch, head_dim][0]
         for dtype in dtypes:
             jobs.append((f"scatter {arch} D={head_dim} {dtype}", lambda d=head_dim, t=dtype: load_scatter(d, t, arch)))
             jobs.append((f"scatter {arch} D={head_dim} {dtype} unequal", partial(load_unequal, head_dim, dtype, arch)))
             for lse in with_lse:
-                name = f"forward {arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
-                jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_forward(d, t, arch, sms, with_lse=x)))
-                jobs.append(_persistent(arch, sms, head_dim, dtype, lse))
+                for tile in alike_tiles(head_dim, arch):
+                    jobs += _of_tile(arch, sms, head_dim, dtype, tile, lse)
                 if arch in OVERLAP_ARCHS and head_dim == OVERLAP_HEAD_DIM:
                     name = f"overlapped layer {arch} D={head_dim} {dtype}{' lse' if lse else ''}"
                     jobs.append((name, lambda d=head_dim, t=dtype, x=lse: load_overlap(d, t, arch, sms, with_lse=x)))
@@ -64,9 +62,13 @@ def build_all(
     return done
 
 
-def _persistent(arch: str, num_sms: int, head_dim: int, dtype: str, lse: bool) -> tuple[str, Callable[[], object]]:
-    """The kernel of the fused path: with the release."""
-    tile = persistent_tile(head_dim, arch)
-    name = f"persistent {arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
-    build = Build(release=True)
-    return name, lambda: load_persistent(head_dim, dtype, arch, num_sms, with_lse=lse, build=build)
+def _of_tile(
+    arch: str, num_sms: int, head_dim: int, dtype: str, tile: Tile, lse: bool
+) -> list[tuple[str, Callable[[], object]]]:
+    """The stock kernel, and that of the fused path: with the release."""
+    name = f"{arch} D={head_dim} {dtype} tile {tile.rows}x{tile.keys}{' lse' if lse else ''}"
+    common = (head_dim, dtype, arch, num_sms, tile, lse)
+    return [
+        (f"forward {name}", partial(load_forward, *common)),
+        (f"persistent {name}", partial(load_persistent, *common, build=Build(release=True))),
+    ]

@@ -46,6 +46,12 @@ def pick_tile(tiles: Sequence[Tile], tile: tuple[int, int] | None, kernel: str) 
     return tiles[0] if tile is None else Tile(*tile)
 
 
+def alike_tiles(head_dim: int, arch: str) -> tuple[Tile, ...]:
+    """The table's first tile and those with as many keys, which compute the same bits: a launch may take any."""
+    first = forward_tile(head_dim, arch)
+    return tuple(tile for tile in FORWARD_TILES[arch, head_dim] if tile.keys == first.keys)
+
+
 def forward_tile_rows(head_dim: int, arch: str, tile: tuple[int, int] | None = None) -> int:
     """Query rows that one CTA finishes, and stores, together: the unit of an audit. On sm_100a with D = 128 two CTAs
     work as a pair, so a head's rows in a chunk take an even number of such tiles."""

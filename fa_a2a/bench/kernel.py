@@ -4,7 +4,7 @@ us per call, median over rounds in which every kernel is timed once. vs_fa4 is t
 fa4's tiles, paired round by round: 1.02 is 2 % faster. Build "fused" is the form of a fused call of CHUNKS ranks, chunk
 by chunk and paced, with all stores local; its vs_fa4 is relative to fa4's of that form. max_error and torch_error are
 the largest differences from attention in float32, of the kernel and of torch's own in the same dtype; more than twice
-torch's ends the run.
+torch's ends the run. tile: what the launch took, of a build that chooses.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ def measure(
             best = min(fa4s, key=lambda other: statistics.median(times[other]))
             ratios = [theirs / ours for ours, theirs in zip(rounds, times[best], strict=True)]
             line |= {"vs_fa4": round(statistics.median(ratios), 4), "fa4_tile": best.partition(" ")[2] or "default"}
+        chunks = CHUNKS if build == FORM else 1
+        tile = adapters[name].tile(case.seq_len // chunks, chunks * case.local_heads)
+        line["tile"] = f"{tile.rows}x{tile.keys}"
         if build == FORM:
             line["chunks"] = CHUNKS
         line |= {"max_error": errors[name], "torch_error": torchs, "calls_per_round": count}

@@ -125,7 +125,8 @@ class _Forms:
         case, properties = self.case, torch.cuda.get_device_properties(self.device)
         arch, sms = f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
         build = Build(store="consumer") if name == "no_store_warp" else Build()
-        kernel = load_persistent(case.head_dim, case.dtype, arch, sms, build=build)
+        tile = self.fa4.tile(case.seq_len // case.num_ranks, case.num_ranks * case.local_heads)
+        kernel = load_persistent(case.head_dim, case.dtype, arch, sms, (tile.rows, tile.keys), build=build)
         order = Order.OWN_FIRST if name == "own_first" else Order.OWN_LAST
         pace = (kernel.tile.rows, case.seq_len, case.head_dim, self.qkv[0].itemsize, sms, build.slice_rows, arch)
         pace_ns = 0 if name in ("unpaced", "no_store_warp") else slice_pace_ns(*pace)

@@ -48,8 +48,17 @@ _ATTENTION = (
     "ops/serial.py",
     "ops/fa4.py",
     "ops/cpu.py",
+    "xstage/tiles.py",
     "comm/*memory.py",
     "comm/coll*.py",
+)
+_ONE_GPU = (
+    "ops/kernels.py",
+    "ops/fa4.py",
+    "ops/pace.py",
+    "xstage/tiles.py",
+    "fa4_a2a/forward*.py",
+    "fa4_a2a/persistent*.py",
 )
 _LAYER = (
     *_SIGNAL,
@@ -69,8 +78,8 @@ _LAYER = (
 _FILES = {  # what the figures of a kind of line depend on
     "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
-    "designs": ("ops/kernels.py", "ops/fa4.py", "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
-    "kernel": ("ops/kernels.py", "ops/fa4.py", "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
+    "designs": _ONE_GPU,
+    "kernel": _ONE_GPU,
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
     "soak": ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"),
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
@@ -88,7 +97,7 @@ def content_hash(kind: str, kernel: str | None = None) -> str:
     """
     patterns = _FILES.get(kind, ("layout.py", "sharding.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"))
     if kernel == "fa3":
-        patterns += ("ops/fa3.py", "native/*.py", "xstage/tiles.py")
+        patterns += ("ops/fa3.py", "native/*.py")
     spec = importlib.util.find_spec("fa4_a2a")
     kernels = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
     digest = hashlib.sha256()

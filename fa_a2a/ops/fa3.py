@@ -37,10 +37,14 @@ class _FA3:
         self._silent = _arguments(Release.none(device))
         self._one = _OneChunk()
 
+    def tile(self, rows: int, heads: int) -> Tile:
+        """Of a launch over so many rows of queries in each chunk, and heads of all chunks and batch entries."""
+        return quickest(tuple(self._forward), rows=rows, heads=heads, num_sms=self.num_sms)
+
     def _tile(self, chunks: torch.Tensor) -> Tile:
         """For q (B, chunks, rows, h, D)."""
         batch, count, rows, heads, _ = chunks.shape
-        return quickest(tuple(self._forward), rows=rows, heads=batch * count * heads, num_sms=self.num_sms)
+        return self.tile(rows, batch * count * heads)
 
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chunks: int, with_lse: bool

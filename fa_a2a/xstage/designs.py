@@ -13,7 +13,7 @@ from typing import Literal
 
 from ..errors import ConfigurationError, UnsupportedError
 from .shape import AttentionShape, OwnChunk
-from .tiles import FA3_TILES, Tile, quickest
+from .tiles import FA3_TILES, FA4_TILES, Tile, quickest
 
 Publication = Literal["boundary", "inside"]
 """Who tells the peers that a call's tiles are there: a small kernel behind attention, or attention's last block."""
@@ -72,7 +72,7 @@ class KernelDesign:
         return next((t.speed for t in tiles if (t.rows, t.keys) == (shape.tile_rows, shape.key_tile)), 1.0)
 
 
-_FA4_SM90 = {128: (128, 160), 64: (192, 128)}
+_FA4_SM90 = {head_dim: (tiles[0].rows, tiles[0].keys) for head_dim, tiles in FA4_TILES.items()}
 _FA3_SM90 = {head_dim: (tiles[0].rows, tiles[0].keys) for head_dim, tiles in FA3_TILES.items()}
 
 DESIGNS: dict[str, KernelDesign] = {
@@ -87,6 +87,7 @@ DESIGNS: dict[str, KernelDesign] = {
             publication="boundary",
             words="one tile for each block, which leaves when its store has been accepted; chunk by chunk, the own one "
             "first; a signal kernel follows",
+            choices=FA4_TILES,
         ),
         KernelDesign(
             "persistent",
@@ -97,6 +98,7 @@ DESIGNS: dict[str, KernelDesign] = {
             publication="inside",
             words="one block for each SM; a finished tile leaves in slices from staging of its own while the next is "
             "computed; the own chunk last; the last block publishes",
+            choices=FA4_TILES,
         ),
         KernelDesign(
             "unpaced",
@@ -106,6 +108,7 @@ DESIGNS: dict[str, KernelDesign] = {
             headroom=None,
             publication="inside",
             words="as persistent, but a finished tile leaves at once: the control that shows what pacing is for",
+            choices=FA4_TILES,
         ),
         KernelDesign(
             "fa3",

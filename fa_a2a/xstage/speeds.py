@@ -8,6 +8,7 @@ ratio of a single shape lies from that median, at most: what is closer than that
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Iterable, Mapping
@@ -74,7 +75,8 @@ def table(lines: Iterable[Mapping[str, Any]], device: str, num_sms: int) -> dict
 
 
 def _at_one(line: Mapping[str, Any], num_sms: int) -> float:
-    """Time of the line's attention by the law, at 1 TFLOP/s."""
+    """Time of the line's attention by the law, at 1 TFLOP/s, with the tile that it was measured with. Lines that do not
+    name it are from before fa4 chose, which took its first."""
     kernel = design_of(line["kernel"], _CAPABILITIES[line["device"]])
     assert kernel is not None
     shape = kernel.shape(
@@ -85,4 +87,10 @@ def _at_one(line: Mapping[str, Any], num_sms: int) -> float:
         num_ranks=line["chunks"],
         num_sms=num_sms,
     )
+    rows, keys = shape.tile_rows, shape.key_tile
+    if "tile" in line:
+        rows, keys = map(int, line["tile"].split("x"))
+    elif line["kernel"] == _REFERENCE:
+        rows, keys = kernel.tiles[line["head_dim"]]
+    shape = dataclasses.replace(shape, tile_rows=rows, key_tile=keys)
     return alone_us(shape, kernel, Speed(1.0, 0.0), num_sms)

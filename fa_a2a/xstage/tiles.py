@@ -21,11 +21,16 @@ class Tile(NamedTuple):
     speed: float = 1.0
 
 
-# The C++ kernel's, by head_dim, the default first. Tiles of one head_dim have the same keys, and so compute the same
-# bits: which one a launch takes may depend on anything.
+# By head_dim, the default first. Tiles of one head_dim have the same keys, and so compute the same bits: which one a
+# launch takes may depend on anything. Speeds: one H200, 2026-11-30, benchmarks/results/kernel_h200.jsonl.
 FA3_TILES: dict[int, tuple[Tile, ...]] = {
     128: (Tile(128, 144),),
     64: (Tile(192, 128), Tile(128, 128, speed=0.82)),
+}
+# On sm_90, for full attention. Of fa4_a2a.forward's tiles those with the first one's keys.
+FA4_TILES: dict[int, tuple[Tile, ...]] = {
+    128: (Tile(128, 160),),
+    64: (Tile(192, 128), Tile(128, 128, speed=0.844)),
 }
 
 

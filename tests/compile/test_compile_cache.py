@@ -182,6 +182,8 @@ def test_build_all_reports_each_kernel(cache_folder):
         "scatter sm_90a D=64 bfloat16 unequal",
         "forward sm_90a D=64 bfloat16 tile 192x128",
         "persistent sm_90a D=64 bfloat16 tile 192x128",
+        "forward sm_90a D=64 bfloat16 tile 128x128",
+        "persistent sm_90a D=64 bfloat16 tile 128x128",
     ]
     assert built == seen
     with pytest.raises(ValueError, match="sm_100a"):

@@ -1,7 +1,7 @@
 import pytest
 from cubin import instructions, no_local_memory, uses
 from device_view import FLOAT, attention_views, device_view
-from fa4_a2a.forward import FORWARD_TILES, forward_tile, forward_tile_rows, load_forward
+from fa4_a2a.forward import FORWARD_TILES, alike_tiles, forward_tile, forward_tile_rows, load_forward
 
 NUM_SMS = {"sm_90a": 132, "sm_100a": 148}
 CASES = [
@@ -9,6 +9,8 @@ CASES = [
     ("sm_90a", 128, "float16", (128, 160), False),
     ("sm_90a", 64, "bfloat16", None, False),
     ("sm_90a", 64, "float16", None, True),
+    ("sm_90a", 64, "bfloat16", (128, 128), False),
+    ("sm_90a", 64, "float16", (128, 128), True),
     ("sm_100a", 128, "bfloat16", None, True),
     ("sm_100a", 64, "float16", None, False),
 ]
@@ -110,6 +112,12 @@ def test_tile_rows():
     assert forward_tile_rows(64, "sm_90a", (128, 128)) == 128
     assert forward_tile_rows(128, "sm_100a") == 256
     assert (128, 160) in FORWARD_TILES["sm_90a", 128]
+
+
+def test_alike_tiles_have_the_same_keys():
+    assert alike_tiles(64, "sm_90a") == ((192, 128), (128, 128))
+    assert alike_tiles(128, "sm_90a") == ((128, 160),)
+    assert alike_tiles(64, "sm_100a") == ((128, 128),)
 
 
 def test_unknown_tile_arch_or_dtype_is_refused_before_compiling():

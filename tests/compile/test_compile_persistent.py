@@ -30,6 +30,8 @@ CASES = [(128, "bfloat16", None, True, build) for build in BUILDS] + [
     (64, "bfloat16", None, False, Build(store="step", release=True)),
     (64, "bfloat16", None, True, Build(store="consumer")),
     (64, "float16", (128, 128), True, Build()),
+    (64, "bfloat16", (128, 128), True, Build(release=True)),
+    (64, "float16", (128, 128), False, Build(release=True)),
 ]
 P, ROWS, KEYS, HEADS, D = 4, 1152, 4608, 6, 128
 
@@ -75,7 +77,7 @@ def test_persistent_kernel(head_dim, dtype, tile, with_lse, build, sass):
     assert uses(lines, "MEMBAR.ALL.SYS") == (3 if build.release else 0), "no fence between tiles"
 
 
-@pytest.mark.parametrize(("head_dim", "tile"), [(128, (128, 160)), (64, (192, 128))])
+@pytest.mark.parametrize(("head_dim", "tile"), [(128, (128, 160)), (64, (192, 128)), (64, (128, 128))])
 def test_tensor_core_work_is_the_stock_kernels(head_dim, tile, sass):
     load(head_dim, "bfloat16", tile, True)
     load_forward(head_dim, "bfloat16", "sm_90a", 132, tile, True)

@@ -1,19 +1,22 @@
-"""Which tile a launch of the C++ kernel takes, and the measured speeds by which `auto` compares kernels."""
+"""Which tile a launch takes, and the measured speeds by which `auto` compares kernels."""
 
 import json
 import math
 from pathlib import Path
 
 import pytest
+from fa4_a2a.forward import alike_tiles
+from fa4_a2a.persistent import PERSISTENT_TILES
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_a2a.native import build
 from fa_a2a.xstage import AttentionShape, design
 from fa_a2a.xstage.speeds import FORM, alone_us, shipped_speeds, table
-from fa_a2a.xstage.tiles import FA3_TILES, Tile, attention_us, quickest
+from fa_a2a.xstage.tiles import FA3_TILES, FA4_TILES, Tile, attention_us, quickest
 
 ROOT = Path(__file__).parents[2]
+TABLES = {"fa3": FA3_TILES, "fa4": FA4_TILES}
 
 
 @pytest.mark.parametrize(
@@ -28,36 +31,41 @@ ROOT = Path(__file__).parents[2]
         (2304, 12, 128),  # the chunks of two ranks with (4608, 6) each
     ],
 )
-def test_the_tile_whose_waves_end_first(rows, heads, want):
-    assert quickest(FA3_TILES[64], rows=rows, heads=heads, num_sms=132).rows == want
+@pytest.mark.parametrize("kernel", TABLES)
+def test_the_tile_whose_waves_end_first(kernel, rows, heads, want):
+    assert quickest(TABLES[kernel][64], rows=rows, heads=heads, num_sms=132).rows == want
 
 
-@given(st.integers(1, 40000), st.integers(1, 64), st.integers(1, 200))
-def test_no_tile_would_end_earlier(rows, heads, num_sms):
+@given(st.sampled_from([FA3_TILES[64], FA4_TILES[64]]), st.integers(1, 40000), st.integers(1, 64), st.integers(1, 200))
+def test_no_tile_would_end_earlier(tiles, rows, heads, num_sms):
     def end(tile):
         return math.ceil(math.ceil(rows / tile.rows) * heads / num_sms) * tile.rows / tile.speed
 
-    chosen = quickest(FA3_TILES[64], rows=rows, heads=heads, num_sms=num_sms)
-    assert end(chosen) == min(map(end, FA3_TILES[64]))
+    chosen = quickest(tiles, rows=rows, heads=heads, num_sms=num_sms)
+    assert end(chosen) == min(map(end, tiles))
 
 
 def test_tiles_of_a_head_dim_compute_the_same_bits():
-    """Those with the same keys do."""
-    for head_dim, tiles in FA3_TILES.items():
+    """Those with the same keys do. What is compiled ahead of time are these."""
+    for tiles in (*FA3_TILES.values(), *FA4_TILES.values()):
         assert len({tile.keys for tile in tiles}) == 1
         assert tiles[0].speed == 1
+    for head_dim, tiles in FA4_TILES.items():
+        assert alike_tiles(head_dim, "sm_90a") == tuple((tile.rows, tile.keys) for tile in tiles)
+        assert set(alike_tiles(head_dim, "sm_90a")) <= set(PERSISTENT_TILES[head_dim])
+    for head_dim, tiles in FA3_TILES.items():
         assert build.variants(head_dim, "float16") == tuple(
             build.Variant(head_dim, "float16", (tile.rows, tile.keys)) for tile in tiles
         )
 
 
-def test_the_model_tiles_as_the_kernel_does():
-    kernel = design("fa3")
+@pytest.mark.parametrize(("name", "tiles"), [("fa3", FA3_TILES), ("persistent", FA4_TILES), ("stock", FA4_TILES)])
+def test_the_model_tiles_as_the_kernel_does(name, tiles):
+    kernel = design(name)
     small = kernel.shape(batch=1, seq_len=4608, num_heads=24, head_dim=64, num_ranks=4)
     large = kernel.shape(batch=1, seq_len=8192, num_heads=24, head_dim=64, num_ranks=4)
     assert (small.tile_rows, large.tile_rows) == (128, 192)
-    assert kernel.tile_speed(small) == FA3_TILES[64][1].speed and kernel.tile_speed(large) == 1
-    assert design("persistent").tile_speed(small) == 1
+    assert kernel.tile_speed(small) == tiles[64][1].speed < 1 == kernel.tile_speed(large)
     many = kernel.shape(batch=1, seq_len=4608, num_heads=24, head_dim=64, num_ranks=4, num_sms=144)
     assert many.tile_rows == 192  # one wave of 144
 
@@ -94,6 +102,16 @@ def test_table_from_lines(monkeypatch):
     assert found["fa3"]["scatter"] == pytest.approx(ratios[0] / middle - 1, abs=1e-4)
 
 
+def test_a_line_counts_with_the_tile_that_it_names(monkeypatch):
+    """fa4's without one took its first tile: 144 of 192 rows in two waves, or 216 of 128 in as many shorter ones."""
+    monkeypatch.setattr("fa_a2a.xstage.speeds._CAPABILITIES", {"GPU": (9, 0)})
+    old = line("fa4", 4608, 100.0, 1.0, head_dim=64)
+    flops = 4 * 36 * 128 * 64 * 132 * 2  # of two waves, by rows of a tile
+    for told, rows, speed in ((old, 192, 1.0), (old | {"tile": "128x128"}, 128, FA4_TILES[64][1].speed)):
+        (found,) = table([told], "GPU", 132)["speeds"]
+        assert found["tflops"] == pytest.approx(rows * flops / speed / 100e6, abs=0.1)
+
+
 def test_the_shipped_speeds_are_those_of_the_recorded_lines():
     lines = [json.loads(x) for x in (ROOT / "benchmarks/results/kernel_h200.jsonl").read_text().splitlines()]
     made = table(lines, "NVIDIA H200", 132)
@@ -102,28 +120,38 @@ def test_the_shipped_speeds_are_those_of_the_recorded_lines():
     assert shipped_speeds("NVIDIA B200") == {}
 
 
-def test_speed_of_a_tile_is_the_recorded_ratio():
+@pytest.mark.parametrize("kernel", TABLES)
+def test_speed_of_a_tile_is_the_recorded_ratio(kernel):
     """Of the law's time with the second tile to that with the first, at the shapes where both were measured."""
     lines = [json.loads(x) for x in (ROOT / "benchmarks/results/kernel_h200.jsonl").read_text().splitlines()]
-    for head_dim, tiles in FA3_TILES.items():
+    for head_dim, tiles in TABLES[kernel].items():
         for tile in tiles[1:]:
-            found = recorded_speeds(lines, head_dim, tiles[0], tile)
+            found = recorded_speeds([x for x in lines if x["kernel"] == kernel], head_dim, tiles[0], tile)
             assert len(found) >= 4
             assert tile.speed == pytest.approx(sorted(found)[len(found) // 2], abs=0.02)
 
 
 def recorded_speeds(lines, head_dim, first, other):
-    """Rows in a given time of the other tile over those of the first, by shape."""
-    us = {(x["build"], x["seq_len"], x["local_heads"]): x["us"] for x in lines if x["head_dim"] == head_dim}
+    """Rows in a given time of the other tile over those of the first, by shape. The default build of a line that names
+    no tile is fa4's first."""
+    us = {(built(x), x["seq_len"], x["local_heads"]): x["us"] for x in lines if x["head_dim"] == head_dim}
     found = []
-    for _, seq_len, heads in [key for key in us if key[0] == f"{first.rows}x{first.keys}/staged"]:
+    for _, seq_len, heads in [key for key in us if key[0] == (first.rows, first.keys)]:
         rates = [
             attention_us(AttentionShape(1, seq_len, heads, head_dim, 1, 2, t.rows, t.keys), tflops=1.0, num_sms=132)
-            / us[f"{t.rows}x{t.keys}/staged", seq_len, heads]
+            / us[(t.rows, t.keys), seq_len, heads]
             for t in (first, other)
         ]
         found.append(rates[1] / rates[0])
     return found
+
+
+def built(line):
+    """(rows, keys) of a build of one tile, staged in the case of fa3; None of others."""
+    if line["build"] == "default" and line["kernel"] == "fa4" and "tile" not in line:
+        return FA4_TILES[line["head_dim"]][0][:2]
+    tile, _, output = line["build"].partition("/")
+    return tuple(map(int, tile.split("x"))) if output in ("", "staged") and "x" in tile else None
 
 
 def test_a_slower_tile_takes_longer():

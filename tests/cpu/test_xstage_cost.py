@@ -98,8 +98,9 @@ def test_designs_tile_and_pace_as_the_kernels_do():
         assert forward.forward_tile(head_dim, "sm_90a") == (rows, keys)
         for seq_len in (1024, 4608, 32768):
             cost = predicted("persistent", seq_len, 24, H200X4, head_dim=head_dim)
-            slices = rows // 16
-            pause_ns = pace.slice_pace_ns(rows, seq_len, head_dim, 2, 132, 16)
+            runs = cost.audit.shape.tile_rows  # of the tile that such a launch takes
+            slices = runs // 16
+            pause_ns = pace.slice_pace_ns(runs, seq_len, head_dim, 2, 132, 16)
             assert slices * pause_ns / 1e3 == pytest.approx(cost.leave_us, rel=0.1)  # whole key tiles, whole ns
     for head_dim, tile in design("fa3").tiles.items():
         assert Variant(head_dim, "bfloat16").shape == tile

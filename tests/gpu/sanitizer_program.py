@@ -74,6 +74,7 @@ KERNELS = {
     "scatter bulk": lambda device, arch: scatter(device, arch, "bulk"),
     "persistent 128": lambda device, arch: persistent(device, arch, 128, (128, 160)),
     "persistent 64": lambda device, arch: persistent(device, arch, 64, (192, 128)),
+    "persistent 64 small": lambda device, arch: persistent(device, arch, 64, (128, 128)),
     "overlapped": overlapped,
     "fa3 128": lambda device, arch: fa3(device, 128),
     "fa3 64": lambda device, arch: fa3(device, 64),

@@ -9,9 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fa_a2a.comm.pointer import bytes_at, tensor_at
+from fa_a2a.comm.symmetric import Release
 from fa_a2a.layout import ExchangeShape
 from fa_a2a.ops import kernels
+from fa_a2a.ops.fa4 import _FA4
 from fa_a2a.ops.fused import local_sink
+from fa_a2a.xstage.tiles import FA4_TILES
 
 
 @pytest.fixture
@@ -50,6 +53,54 @@ def test_chunks_by_stride_equal_plain_attention_bitwise(device, fa4, ranks, rows
     kernel.fused(q, k, v, dim**-0.5, sink, False)
     want, _ = kernel.local(q, k, v, dim**-0.5, ranks, False)
     assert torch.equal(torch.cat(sink.o, dim=1), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "ranks", "rows", "keys", "groups"),
+    [(1, 4, 1152, 4608, 1), (2, 3, 191, 777, 1), (1, 2, 129, 1000, 3), (1, 1, 1, 5, 1), (1, 8, 193, 128, 2)],
+)
+def test_tiles_compute_the_same_bits(device, fa4, dtype, batch, ranks, rows, keys, groups):
+    """Of O and LSE, serial and fused: so a launch may take either, whatever the other launches of a call take."""
+    fa4(dtype, 64, True)
+    q = torch.randn(batch, ranks * rows, 6, 64, device=device).to(dtype)
+    k, v = (torch.randn(batch, keys, 6 // groups, 64, device=device).to(dtype) for _ in range(2))
+    sink, got = local_sink(ExchangeShape(batch, ranks * rows, 6 * ranks, 64, ranks, 2), dtype, device), []
+    for tile in [t[:2] for t in FA4_TILES[64]]:
+        kernel = _FA4(device, dtype, 64, True, fused=True, tile=tile, heads_per_kv=groups)
+        got.append(kernel.local(q, k, v, 0.125, ranks, True))
+        for t in (*sink.o, *sink.lse):
+            t.fill_(float("nan"))
+        kernel.fused(q, k, v, 0.125, sink, True)
+        got.append((torch.cat(sink.o, dim=1), torch.cat(sink.lse, dim=2)))
+    for o, lse in got[1:]:
+        assert torch.equal(o, got[0][0]) and torch.equal(lse, got[0][1])
+
+
+def test_a_launch_takes_the_tile_whose_waves_end_first(device, fa4):
+    kernel = fa4(torch.bfloat16, 64)
+    assert kernel.num_sms == 132, "the shapes below are for so many"
+    for seq, want in [(4608, 128), (8192, 192)]:
+        q, k, v = draw(device, 1, seq, 6, 64, torch.bfloat16)
+        sink = local_sink(ExchangeShape(1, seq, 24, 64, 4, 2), torch.bfloat16, device)
+        (launch,) = kernel.launches(q, k, v, 0.125, sink, False, Release.none(device))
+        assert launch.func.tile == (want, 128)
+        launch()
+        assert kernel.tile(seq, 6).rows == want, "of attention alone, too"
+        assert torch.equal(torch.cat(sink.o, dim=1), kernel.local(q, k, v, 0.125, 1, False)[0])
+
+
+@pytest.mark.parametrize("causal_from", [0, 77, 500, 640])
+def test_causal_rows_and_those_behind_them(device, need, causal_from):
+    """The causal kernel keeps the first tile; rows that see all 640 keys take the smaller one by the choice."""
+    trouble = kernels.problem("fa4", device, torch.bfloat16, 64, True, causal=True)
+    need("gpu", trouble is None, str(trouble))
+    (q, *_), (_, k, v) = (draw(device, 1, rows, 6, 64, torch.bfloat16) for rows in (900, 640))
+    chosen = kernels.load("fa4", device, torch.bfloat16, 64, True, True, causal=True)
+    assert chosen.tile(900 - max(0, 640 - causal_from), 6).rows == 128
+    first = _FA4(device, torch.bfloat16, 64, True, tile=FA4_TILES[64][0][:2], causal=True)
+    (o, lse), (want, want_lse) = (x.local(q, k, v, 0.125, 1, True, causal_from) for x in (chosen, first))
+    assert torch.equal(o, want) and torch.equal(lse, want_lse)
 
 
 def test_views_of_raw_addresses(device):

@@ -22,7 +22,7 @@ from fa_a2a.ops import kernels
 
 HERE = Path(__file__).parent
 KERNELS = (
-    *("signal", "scatter st", "scatter bulk", "persistent 128", "persistent 64", "overlapped"),
+    *("signal", "scatter st", "scatter bulk", "persistent 128", "persistent 64", "persistent 64 small", "overlapped"),
     *("fa3 128", "fa3 64"),
 )
 CLEAN = {
