@@ -8,8 +8,9 @@ Methods, all over head-sharded inputs (B, S, h, D), us per call, median over rou
   fused_local    the same kernel and views with every store local
   fused_op       attention_gather as a user calls it: opens the call, fused_ready, host work included
 E_res = fused - fa_only (the paper's); cost = fused - fused_local, paired round by round.
-equal_clock: the same difference if the SMs' clock had been the other method's (bench/clock.py), on GPUs. A GPU at its
-power limit lowers its clock where a kernel draws more, and a long kernel's time is then not the exchange's alone.
+equal_clock, on GPUs: the same difference if the SMs' clock had been the other method's (bench/clock.py). A GPU at its
+power limit lowers its clock where a kernel draws more, and a long kernel's time is then not the exchange's alone. Of
+ready times it is a bound from above, since ranks wait for whichever is slower at the moment.
 """
 
 from __future__ import annotations

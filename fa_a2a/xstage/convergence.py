@@ -4,8 +4,9 @@ They agree within 5 us, 25 % of the cost or 0.5 % of attention's time, whichever
 95 % interval is wider than that decides nothing, unless the two lie apart by more than tolerance and interval together;
 a sharper one counts as it stands.
 
-A line may hold the cost at equal clocks, too. The model knows no clocks: a GPU at its power limit lowers its own where
-the exchange draws power. A cost that lies apart and is as predicted at equal clocks is told as that.
+A line may hold the sender-visible cost at equal clocks, too. The model knows no clocks: a GPU at its power limit lowers
+its own where the exchange draws power, and changes it from round to round. Where times decide nothing, that figure
+does; a cost that lies apart in time only is told as that.
 """
 
 from __future__ import annotations
@@ -58,14 +59,19 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        return self._verdict(self.measured_us, self.ci_us)
+        in_time = self._verdict(self.measured_us, self.ci_us)
+        return self._at_equal_clocks if in_time == "undecided" else in_time
 
     @property
-    def is_clock(self) -> bool:
-        """Apart, and as predicted in SM cycles."""
-        if self.verdict != "apart" or self.equal_clock_us is None:
-            return False
-        return self._verdict(self.equal_clock_us, self.equal_clock_ci_us) == "agree"
+    def by_clocks(self) -> bool:
+        """Whether it takes equal clocks to agree."""
+        return self._at_equal_clocks == "agree" and self._verdict(self.measured_us, self.ci_us) != "agree"
+
+    @property
+    def _at_equal_clocks(self) -> Verdict:
+        if self.equal_clock_us is None:
+            return "undecided"
+        return self._verdict(self.equal_clock_us, self.equal_clock_ci_us)
 
     def _verdict(self, measured_us: float, ci_us: float | None) -> Verdict:
         return verdict(
@@ -106,8 +112,9 @@ def compare(line: Mapping[str, Any]) -> list[Comparison]:
                 measured_us=measured,
                 ci_us=line.get(f"cost_{which}_ci_us"),
                 attention_us=line["fa_only_us"],
-                equal_clock_us=line.get(f"cost_{which}_equal_clock_us"),
-                equal_clock_ci_us=line.get(f"cost_{which}_equal_clock_ci_us"),
+                # of ranks that wait for each other no one clock tells
+                equal_clock_us=line.get("cost_sender_equal_clock_us") if which == "sender" else None,
+                equal_clock_ci_us=line.get("cost_sender_equal_clock_ci_us") if which == "sender" else None,
             )
         )
     return found
@@ -121,18 +128,20 @@ def report(lines: Iterable[Mapping[str, Any]]) -> list[str]:
         return []
     count = {v: sum(c.verdict == v for c in found) for v in ("agree", "undecided", "apart")}
     apart = [c for c in found if c.verdict == "apart"]
+    clocks = sum(c.verdict == "agree" and c.by_clocks for c in found)
+    by_clocks = f" ({clocks} at equal clocks)" if clocks else ""
     head = (
-        f"X-Stage: {count['agree']} of {len(found)} costs as predicted, {count['undecided']} undecided (the "
-        f"measurement scatters too much), {count['apart']} apart"
+        f"X-Stage: {count['agree']} of {len(found)} costs as predicted{by_clocks}, "
+        f"{count['undecided']} undecided (the measurement scatters too much), {count['apart']} apart"
     )
     if not apart:
         return [head]
     told = [head, *(f"  apart: {c}" for c in apart)]
-    if any(c.is_clock for c in apart):
+    if any(c.by_clocks for c in apart):
         told.append(
             "  as predicted at equal clocks: at its power limit the GPU lowers its clock, which the model does not know"
         )
-    if not all(c.is_clock for c in apart):
+    if not all(c.by_clocks for c in apart):
         told.append(
             "  the model, the profile or the kernel is not what it was: calibrate again, then look at the terms"
         )

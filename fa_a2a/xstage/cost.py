@@ -14,17 +14,17 @@ is attention.py's audit. For a kernel with staging of its own, whose blocks stay
   last there are none once the own tiles fill that wave.
 - Publication comes on top of that for the ready time.
 
-No term, since it is below the tolerance of convergence.py: that each call waits for the rank that is slowest in it. The
-calls of one H200, taken for ranks that go on their own, would wait 0.6 us or 0.1 % of a call (8 ranks: 0.2 %) for each
-other, and what 2x H200 show beyond publication is 0.4 +- 0.5 us of 110 and 1.2 +- 1.0 of 220. A rank that is slower
-throughout is so alone, too (tests/cpu/test_predicted_measured.py has both).
+No terms for these:
 
-What the model does not explain: 65536 tokens of 24 heads on 2x H200 (2026-11-30), where remote stores cost 758 +- 285
-us of 40 ms beside local ones. The persistent kernel itself is not slower there: with local stores it took 0.5 +- 0.7 %
-less than the stock one on one H200 (1 to 3 % less at shorter lengths). Nor is the path busy: 101 MB in 40 ms are 2.5
-GB/s. In that run each method followed the same other one in every round, and two that launch the same kernel
-(fused_ready, fused_op) lie 950 us apart; clocks alone move calls of 10 ms by a tenth within 0.3 s. It has not been
-measured again in random order.
+- Each call waits for the rank that is slowest in it. The calls of one H200, taken for ranks that go on their own, would
+  wait 0.6 us or 0.1 % of a call (8 ranks: 0.2 %) for each other (tests/cpu/test_predicted_measured.py). Two H200s at
+  their power limit change their clocks each by itself: in SM cycles, ready lies 0.2 +- 0.4 us above sender-visible and
+  publication at 4608 tokens of 24 heads, 4.8 +- 1.5 at 8192, 12 +- 5 at 16384, up to 0.8 % of a call; next to nothing
+  in rounds in which one of them was slower throughout, most where their clocks were alike on average (2026-11-30).
+- The clock. Under attention of some milliseconds an H200 is at its power limit, at 1300 to 1600 MHz, and remote stores
+  draw some of that power: at 65536 tokens of 24 heads 369 +- 279 us more of 41 ms than local ones (an earlier run: 758
+  +- 285), in cycles -5 +- 55 us (sweep_h200x2.jsonl). A path that moves 5 GB/s is nearly idle; without pace, or at a
+  third of it, the clock was the same within 0.8 %.
 """
 
 from __future__ import annotations

@@ -181,3 +181,20 @@ def test_report_says_where_the_clock_made_a_cost():
     assert "at equal clocks +30.0 us (± 20.0)" in clock[1] and "power limit" in clock[2] and len(clock) == 3
     both = report([line | {"cost_sender_equal_clock_us": 400.0, "cost_sender_equal_clock_ci_us": 20.0}])
     assert "at equal clocks +400.0 us" in both[1] and "calibrate again" in both[2] and len(both) == 3
+
+
+def test_equal_clocks_decide_what_times_do_not():
+    line = {"world_size": 2, "seq_len": 65536, "num_heads": 24, "kernel": "fa4", "fa_only_us": 40000.0}
+    line |= {"cost_sender_us": 500.0, "cost_sender_ci_us": 600.0, "predicted_sender_us": 0.0}
+    assert report([line]) == [
+        "X-Stage: 0 of 1 costs as predicted, 1 undecided (the measurement scatters too much), 0 apart"
+    ]
+    for clock_us, want in (
+        (30.0, "1 of 1 costs as predicted (1 at equal clocks), 0"),
+        (400.0, "0 of 1 costs as predicted, 0"),
+    ):
+        fields = {"cost_sender_equal_clock_us": clock_us, "cost_sender_equal_clock_ci_us": 20.0}
+        assert report([line | fields])[0].startswith(f"X-Stage: {want} undecided")
+    ready = {name.replace("sender", "ready"): value for name, value in line.items()}
+    ready |= {"cost_ready_equal_clock_us": 30.0, "cost_ready_equal_clock_ci_us": 20.0}
+    assert "1 undecided" in report([ready])[0], "of ranks that wait for each other no one clock tells"
