@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -154,12 +154,14 @@ def _parallel_config(size: int, device: str) -> Any:
 
 
 def _diffusers(layer: Layer) -> Way:
-    """diffusers' dispatch function, which owns both exchanges; the fastest of its kernels that gives right results."""
+    """diffusers' dispatch function, which owns both exchanges; the fastest of its kernels that gives right results. The
+    kernels are compared without exchanges: with them a slow host could hide which one is faster on the device."""
     try:
         from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
     except ImportError as error:
         raise UnsupportedError(f"diffusers is not installed ({error}); pip install 'fa_a2a[diffusers]'") from error
     config = _parallel_config(layer.group.size, layer.device.type)
+    whole = serial.scatter(layer.q, layer.k, layer.v, layer.group)
 
     def way(name: str) -> Way:
         backend, q, k, v = AttentionBackendName(name), layer.q, layer.k, layer.v
@@ -180,7 +182,8 @@ def _diffusers(layer: Layer) -> Way:
         if reason := layer.agree(f"diffusers {name}", reason):
             reasons.append(f"{name}: {reason}")
         else:
-            speeds[name] = layer.slowest_us(way(name).call, calls=10)
+            alone = partial(dispatch_attention_fn, *whole, backend=AttentionBackendName(name))
+            speeds[name] = layer.slowest_us(alone, calls=10)
     if not speeds:
         raise UnsupportedError(f"none of diffusers' kernels works here ({'; '.join(reasons)})")
     return way(min(speeds, key=speeds.__getitem__))

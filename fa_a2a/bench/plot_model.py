@@ -14,6 +14,7 @@ from . import plot_parts as parts
 from .plot_parts import Lines
 
 _HOPPER = (9, 0)  # compute capability of the GPUs that profiles are shipped for
+_CLOCKED = "cost_sender_equal_clock"
 _COSTS = ("cost_sender_us", "cost_ready_us", "e_res_sender_us", "e_res_ready_us", "fa_only_us")
 
 
@@ -48,7 +49,8 @@ def _predict(line: dict[str, Any]) -> dict[str, Any] | None:
 
 def residual(lines: Lines, path: Path) -> None:
     """A panel for the sender-visible time and one for the ready time, in per cent of attention alone: cost with its
-    95 % interval, E_res, and the predicted cost as a line; a colour for each kernel, P and H. One device a plot."""
+    95 % interval (sender-visible: at equal clocks where the line has that), E_res, and the predicted cost as a line; a
+    colour for each kernel, P and H. One device a plot."""
     lines = parts.latest(lines, "sweep", ("kernel",), (*_COSTS, "predicted_sender_us"))
     labels, _ = parts.details(lines)
     plt = parts.pyplot()
@@ -69,9 +71,17 @@ def residual(lines: Lines, path: Path) -> None:
             label = "_" if label in named else label  # of a name that begins so, no legend speaks
             named.add(label)
             lengths = [p["seq_len"] for p in points]
-            interval = [_percent(p, p.get(f"cost_{which}_ci_us") or 0.0) for p in points]
-            cost = [_percent(p, p[f"cost_{which}_us"]) for p in points]
-            axis.errorbar(lengths, cost, interval, fmt="o", markersize=4, capsize=2, label=label, **style)
+            for at_equal_clocks, filling in ((True, {}), (False, {"markerfacecolor": "white"})):
+                chosen = [p for p in points if (_cost_name(p, which) == _CLOCKED) == at_equal_clocks]
+                if not chosen:
+                    continue
+                cost, interval = (
+                    [_percent(p, p.get(f"{_cost_name(p, which)}{end}") or 0.0) for p in chosen]
+                    for end in ("_us", "_ci_us")
+                )
+                bars = {"fmt": "o", "markersize": 4, "capsize": 2, "label": label, **style, **filling}
+                axis.errorbar([p["seq_len"] for p in chosen], cost, interval, **bars)
+                label = "_"
             rest = [_percent(p, p[f"e_res_{which}_us"]) for p in points]
             axis.plot(lengths, rest, "x", alpha=0.6, **style)
             known = [p for p in points if p.get(f"predicted_{which}_us") is not None]
@@ -81,13 +91,20 @@ def residual(lines: Lines, path: Path) -> None:
                 ":" if later else "-",
                 **style,
             )
-        for mark, text in (("ko", "cost: remote - local stores, 95 %"), ("kx", "E_res: fused - attention alone")):
-            axis.plot([], [], mark, alpha=0.6, label=text)
+        cost_in_time = "cost: remote - local stores, 95 %"
+        axis.plot([], [], "ko", markerfacecolor="white", alpha=0.6, label=cost_in_time)
+        if any(_cost_name(line, which) == _CLOCKED for line in lines):
+            axis.plot([], [], "ko", alpha=0.6, label="the same at equal clocks of the SMs")
+        axis.plot([], [], "kx", alpha=0.6, label="E_res: fused - attention alone")
         axis.plot([], [], "k-", label="predicted cost (dotted: after the measurement)")
         axis.axhline(0, color="gray", linewidth=0.8)
         axis.set(title=what, ylabel="per cent of attention alone")
         parts.against_length(axis, lines)
     parts.finish(figure, plt, lines, path)
+
+
+def _cost_name(line: dict[str, Any], which: str) -> str:
+    return _CLOCKED if which == "sender" and line.get(f"{_CLOCKED}_us") is not None else f"cost_{which}"
 
 
 def _percent(line: dict[str, Any], us: float) -> float:

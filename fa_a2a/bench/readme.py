@@ -84,7 +84,7 @@ def layer_table(lines: Lines) -> str:
             runs.setdefault((x["world_size"], x["seq_len"], x["num_heads"]), {})[x["method"], x["mode"]] = x
     methods = {"attention": "attention", "overlapped": "overlapped", "fa_a2a": "fused", "nccl_packed": "NCCL packed"}
     methods |= {"nccl": "NCCL", "symm_mem": "symm. memory", "diffusers": "diffusers"}
-    header = ["P", "S", "H", *methods.values(), "/ attention", "in cycles", "over packed", "host"]
+    header = ["P", "S", "H", *methods.values(), "/ attention", "over packed", "host"]
     rows = []
     for (ranks, seq_len, heads), run in sorted(runs.items()):
         ours = [run.get(("overlapped", mode), run.get(("fa_a2a", mode))) for mode in _MODES]
@@ -96,7 +96,6 @@ def layer_table(lines: Lines) -> str:
                 *(str(seq_len), str(heads)),
                 *(_pair([run.get((name, mode), {}).get("ready_us") for mode in _MODES], 1) for name in methods),
                 _pair([x["vs_attention"] if x else None for x in ours], 2),
-                _pair([x.get("vs_attention_equal_clock") if x else None for x in ours], 2),
                 _pair(over, 2),
                 _pair([x["host_us"] if x else None for x in ours], 1),
             ]

@@ -34,7 +34,8 @@ def drawn(monkeypatch, tmp_path):
 
 
 def test_own_predictions_come_first_and_others_are_the_models():
-    line = recorded("sweep_h200x2.jsonl")[0] | {"predicted_sender_us": 1.5, "predicted_ready_us": 5.0}
+    line = next(x for x in recorded("sweep_h200x2.jsonl") if x["kind"] == "sweep")
+    line |= {"predicted_sender_us": 1.5, "predicted_ready_us": 5.0}
     (own,) = plot_model.predicted_lines([line])
     assert (own["predicted_sender_us"], own["predicted_later"]) == (1.5, False)
     (later,) = plot_model.predicted_lines([line | {"predicted_sender_us": None}])
@@ -58,6 +59,22 @@ def test_both_panels(drawn):
         assert any(list(curve.get_ydata()) == pytest.approx(want) for curve in solid)
         texts = [text.get_text() for text in axis.get_legend().get_texts()]
         assert "fa4, P=4, H=24" in texts and "cost: remote - local stores, 95 %" in texts
+
+
+def test_sender_visible_costs_are_at_equal_clocks_where_that_is_known(drawn):
+    lines = [line for line in recorded("sweep_h200x2.jsonl") if line["kind"] == "sweep" and line["num_heads"] == 24]
+    assert all("cost_sender_equal_clock_us" in line for line in lines)
+    lines[0].pop("cost_sender_equal_clock_us")
+    sender, ready = drawn(lines).axes
+
+    def costs(axis):
+        bars = [container.lines[0] for container in axis.containers]
+        return {bar.get_markerfacecolor() == "white": list(bar.get_ydata()) for bar in bars}
+
+    want = [100 * line["cost_sender_equal_clock_us"] / line["fa_only_us"] for line in lines[1:]]
+    in_time = 100 * lines[0]["cost_sender_us"] / lines[0]["fa_only_us"]
+    assert costs(sender) == {False: pytest.approx(want), True: pytest.approx([in_time])}
+    assert costs(ready) == {True: pytest.approx([100 * x["cost_ready_us"] / x["fa_only_us"] for x in lines])}
 
 
 def test_the_command_draws_it_beside_the_sweep(tmp_path):
