@@ -36,3 +36,29 @@ def test_own_tiles_fill_whole_waves():
     assert overlap_schedule.schedule(shape, 128, 132).own_first == 264
     short = ExchangeShape(1, 4608, 24, 128, 2, 2)
     assert overlap_schedule.schedule(short, 128, 132).own_first == 12 * 18, "all there are"
+
+
+def exposed_us(shape, choice):
+    return overlap_schedule.prediction(shape, 128, 132, choice).exposed_us
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "heads", "seq_len", "gain_us"), [(8, 24, 8192, 5), (8, 24, 16384, 10), (4, 40, 32768, 30)]
+)
+def test_what_whole_waves_leave_to_see_is_searched_more_finely(num_ranks, heads, seq_len, gain_us):
+    shape = ExchangeShape(1, seq_len, heads, 128, num_ranks, 2)
+    chosen = overlap_schedule.schedule(shape, 128, 132)
+    own, parts = shape.local_heads * -(-shape.local_seq // 128), max(1, 8 // num_ranks)
+    coarse = [
+        overlap_schedule.Schedule(count, parts, ahead, chosen.send_pace_ns)
+        for count in {0, *(min(own, waves * 132) for waves in (1, 2, 3)), own}
+        for ahead in (0, 1, num_ranks - 1)
+    ]
+    assert exposed_us(shape, chosen) < min(exposed_us(shape, choice) for choice in coarse) - gain_us
+
+
+@pytest.mark.parametrize(("num_ranks", "heads"), [(2, 24), (4, 24), (8, 32)])
+def test_where_nothing_shows_groups_of_heads_stay_few(num_ranks, heads):
+    shape = ExchangeShape(1, 32768, heads, 128, num_ranks, 2)
+    chosen = overlap_schedule.schedule(shape, 128, 132)
+    assert chosen.kv_parts == max(1, 8 // num_ranks) and exposed_us(shape, chosen) < 0.5
