@@ -100,13 +100,15 @@ def predict_cost(
     shape: AttentionShape, profile: PlatformProfile, kernel: KernelDesign, *, store: StoreName = "bulk"
 ) -> CostPrediction:
     """Predict one call's cost. ProfileError if the profile has another number of ranks or lacks `store`."""
-    audit = audit_attention(shape, profile, store=store, own_chunk=kernel.own_chunk)
+    speed = kernel.tile_speed(shape)
+    audit = audit_attention(shape, profile, store=store, own_chunk=kernel.own_chunk, tile_speed=speed)
     publish_us = profile.publish_inside_us if kernel.publication == "inside" else profile.publish_us
     if not kernel.staged:
         return CostPrediction(kernel, audit, 0.0, _stock_terms(audit), publish_us)
     leave_us = 0.0
     if kernel.headroom is not None:
-        leave_us = min(kernel.headroom * _drain(audit.volume_bytes, profile), audit.gap_us / 2)
+        full_speed_us = speed * audit.gap_us  # the launch's pace (ops/pace.py) goes by that, whatever the tile
+        leave_us = min(kernel.headroom * _drain(audit.volume_bytes, profile), full_speed_us / 2)
     return CostPrediction(kernel, audit, leave_us, _staged_terms(audit, leave_us), publish_us)
 
 
