@@ -4,7 +4,7 @@ us per call, median over rounds in which every kernel is timed once. vs_fa4 is t
 fa4's tiles, paired round by round: 1.02 is 2 % faster. Build "fused" is the form of a fused call of CHUNKS ranks, chunk
 by chunk and paced, with all stores local; its vs_fa4 is relative to fa4's of that form. max_error and torch_error are
 the largest differences from attention in float32, of the kernel and of torch's own in the same dtype; more than twice
-torch's ends the run. tile: what the launch took, of a build that chooses.
+torch's ends the run. tile: what the launch took.
 """
 
 from __future__ import annotations

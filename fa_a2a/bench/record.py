@@ -81,7 +81,7 @@ _FILES = {  # what the figures of a kind of line depend on
     "designs": _ONE_GPU,
     "kernel": _ONE_GPU,
     "litmus": (*_SIGNAL, "fa4_a2a/litmus*.py"),
-    "soak": ("layout.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"),
+    "soak": ("layout.py", "xstage/tiles.py", "comm/*.py", "ops/*.py", "fa4_a2a/*.py"),
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
     "layer": _LAYER,

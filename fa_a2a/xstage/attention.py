@@ -126,18 +126,25 @@ class AttentionAudit:
 
 
 def audit_attention(
-    shape: AttentionShape, profile: PlatformProfile, *, store: StoreName = "bulk", own_chunk: OwnChunk = "first"
+    shape: AttentionShape,
+    profile: PlatformProfile,
+    *,
+    store: StoreName = "bulk",
+    own_chunk: OwnChunk = "first",
+    tile_speed: float = 1.0,
 ) -> AttentionAudit:
     """Audit one shape on one platform. ProfileError if the profile has another number of ranks or lacks `store`.
 
-    Point predictions use the middle of the capacity's range, the bound its low end.
+    Point predictions use the middle of the capacity's range, the bound its low end. tile_speed: of the shape's tile, as
+    part of the profile's rate of attention.
     """
     profile.check_fits(num_ranks=shape.num_ranks)
     kind, rate_gb_s, num_sms = profile.store(store), profile.rate_gb_s, profile.num_sms
     floor_us, middle_bytes = kind.issue_us, kind.capacity.middle_bytes
-    sigma_us = profile.attention.key_tile_us(
+    full_speed_us = profile.attention.key_tile_us(
         tile_rows=shape.tile_rows, key_tile=shape.key_tile, head_dim=shape.head_dim, num_sms=num_sms
     )
+    sigma_us = full_speed_us / tile_speed
     gap_us, volume_bytes = shape.key_tiles * sigma_us, num_sms * shape.tile_bytes
     recovery_us = bg.recovery_gap_us(volume_bytes=volume_bytes, rate_gb_s=rate_gb_s, floor_us=floor_us)
 

@@ -19,11 +19,11 @@ No terms for these:
 - Each call waits for the rank that is slowest in it. The calls of one H200, taken for ranks that go on their own, would
   wait 0.6 us or 0.1 % of a call (8 ranks: 0.2 %) for each other (tests/cpu/test_predicted_measured.py). Two H200s at
   their power limit change their clocks each by itself: in SM cycles, ready lies 0.2 +- 0.4 us above sender-visible and
-  publication at 4608 tokens of 24 heads, 4.8 +- 1.5 at 8192, 12 +- 5 at 16384, up to 0.8 % of a call; next to nothing
+  publication at 4608 tokens of 24 heads, 4.8 +- 1.5 at 8192, 14 +- 6 at 16384, up to 0.8 % of a call; next to nothing
   in rounds in which one of them was slower throughout, most where their clocks were alike on average (2026-11-30).
 - The clock. Under attention of some milliseconds an H200 is at its power limit, at 1300 to 1600 MHz, and remote stores
   draw some of that power: at 65536 tokens of 24 heads 369 +- 279 us more of 41 ms than local ones (an earlier run: 758
-  +- 285), in cycles -5 +- 55 us (sweep_h200x2.jsonl). A path that moves 5 GB/s is nearly idle; without pace, or at a
+  +- 285), in cycles -5 +- 55 us (sweep_h200x2.jsonl). A path that moves 2.5 GB/s is nearly idle; without pace, or at a
   third of it, the clock was the same within 0.8 %.
 """
 
@@ -100,13 +100,15 @@ def predict_cost(
     shape: AttentionShape, profile: PlatformProfile, kernel: KernelDesign, *, store: StoreName = "bulk"
 ) -> CostPrediction:
     """Predict one call's cost. ProfileError if the profile has another number of ranks or lacks `store`."""
-    audit = audit_attention(shape, profile, store=store, own_chunk=kernel.own_chunk)
+    speed = kernel.tile_speed(shape)
+    audit = audit_attention(shape, profile, store=store, own_chunk=kernel.own_chunk, tile_speed=speed)
     publish_us = profile.publish_inside_us if kernel.publication == "inside" else profile.publish_us
     if not kernel.staged:
         return CostPrediction(kernel, audit, 0.0, _stock_terms(audit), publish_us)
     leave_us = 0.0
     if kernel.headroom is not None:
-        leave_us = min(kernel.headroom * _drain(audit.volume_bytes, profile), audit.gap_us / 2)
+        full_speed_us = speed * audit.gap_us  # the launch's pace (ops/pace.py) goes by that, whatever the tile
+        leave_us = min(kernel.headroom * _drain(audit.volume_bytes, profile), full_speed_us / 2)
     return CostPrediction(kernel, audit, leave_us, _staged_terms(audit, leave_us), publish_us)
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fa4_a2a.forward import load_forward
 
 from fa_a2a.comm.symmetric import Release
 from fa_a2a.layout import ExchangeShape
@@ -61,6 +62,7 @@ def test_grouped_heads_count_by_queries_and_causal_keeps_the_first_tile():
     assert tiles(grouped, launches(grouped, 1, 4608, 6, 64, 4, Release.none(CPU))) == [SMALL]
     causal = _FA4(CPU, BF16, 64, False, causal=True)
     assert set(causal._built) == {SMALL, LARGE} and not causal.can_release
+    assert causal._causal is load_forward(64, "bfloat16", "sm_90a", 132, LARGE[:2], causal=True), "one load a file"
 
 
 def test_a_named_tile_is_the_only_one():

@@ -132,8 +132,7 @@ def test_speed_of_a_tile_is_the_recorded_ratio(kernel):
 
 
 def recorded_speeds(lines, head_dim, first, other):
-    """Rows in a given time of the other tile over those of the first, by shape. The default build of a line that names
-    no tile is fa4's first."""
+    """Rows in a given time of the other tile over those of the first, by shape."""
     us = {(built(x), x["seq_len"], x["local_heads"]): x["us"] for x in lines if x["head_dim"] == head_dim}
     found = []
     for _, seq_len, heads in [key for key in us if key[0] == (first.rows, first.keys)]:
@@ -148,8 +147,6 @@ def recorded_speeds(lines, head_dim, first, other):
 
 def built(line):
     """(rows, keys) of a build of one tile, staged in the case of fa3; None of others."""
-    if line["build"] == "default" and line["kernel"] == "fa4" and "tile" not in line:
-        return FA4_TILES[line["head_dim"]][0][:2]
     tile, _, output = line["build"].partition("/")
     return tuple(map(int, tile.split("x"))) if output in ("", "staged") and "x" in tile else None
 

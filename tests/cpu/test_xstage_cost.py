@@ -108,6 +108,17 @@ def test_designs_tile_and_pace_as_the_kernels_do():
     assert design_of("fa4", (10, 0)) is None and design_of("torch", (9, 0)) is None
 
 
+@pytest.mark.parametrize("name", ["stock", "persistent", "fa3"])
+def test_the_q_loop_of_a_slower_tile_is_longer(name):
+    """At head_dim 64 this call takes the second tile, (4608, 24) on 4 ranks, and 8192 tokens the first."""
+    first, second = design(name).choices[64]
+    short, long = (predicted(name, seq_len, 24, H200X4, head_dim=64).audit for seq_len in (4608, 8192))
+    assert (short.shape.tile_rows, long.shape.tile_rows) == (second.rows, first.rows)
+    per_key = [audit.gap_us / audit.shape.key_tiles for audit in (short, long)]
+    assert per_key[0] / per_key[1] == pytest.approx(second.rows / first.rows / second.speed)
+    assert per_key[1] == pytest.approx(4 * first.rows * first.keys * 64 * 132 / 710e6)
+
+
 def test_batch_entries_are_launches_but_where_one_launch_does_all():
     one, two = (predicted("persistent", 2048, 8, H200X2, batch=batch).sender_us for batch in (1, 2))
     assert two == 2 * one > 0
