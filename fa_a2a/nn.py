@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from .comm.group import Group, resolve
+from .errors import FaA2AError
 from .ops import schema
-from .ops.arguments import flag_problem, scale_problem
+from .ops.arguments import flag_problem, scale_problem, unknown_problem
 from .ops.deadlines import deadline
 from .ops.functional import find_plan, whole_layer
 from .ops.norm_rope import NormRope
@@ -80,6 +81,7 @@ class UlyssesAttention(torch.nn.Module):
         return_lse: bool = False,
         whole_kv: bool = False,
         norm_rope: NormRope | None = None,
+        **unknown: object,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """q, k, v: (batch, rows, heads, head_dim), this rank's tokens of all heads. The rows are seq/P, or as
         shard_sizes says. k and v may have fewer heads, by a factor (grouped-query attention), and heads need not divide
@@ -103,12 +105,12 @@ class UlyssesAttention(torch.nn.Module):
         options = PLAIN
         if not absent or causal is not False or whole_kv is not False:
             options = Options(causal, key_lengths, shard_sizes, replicated_text, whole_kv, norm_rope)
+        refused = unknown_problem(unknown) if unknown else None
         if torch.compiler.is_compiling():
-            return self._traced(q_BsHD, k_BsHD, v_BsHD, scale, return_lse, options)
+            return self._traced(q_BsHD, k_BsHD, v_BsHD, scale, return_lse, options, refused)
         group, seconds = self._resolve(), self.timeout_s
-        plan = find_plan(
-            group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, self.kernel, self.exchange, seconds, False, options
-        )
+        which = (scale, return_lse, self.kernel, self.exchange, seconds, False, options)
+        plan = find_plan(group, q_BsHD, k_BsHD, v_BsHD, *which, refused)
         if self.last_plan is not plan:
             self.last_plan = plan
         result, lse_or_none = whole_layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds, norm_rope)
@@ -118,13 +120,20 @@ class UlyssesAttention(torch.nn.Module):
         return result
 
     def _traced(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, return_lse: bool, options: Options
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        return_lse: bool,
+        options: Options,
+        refused: FaA2AError | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The call as torch.compile sees it. What is refused is refused by the operator when it runs, since it can tell
         the other ranks."""
         causal, lengths, sizes, text, whole_kv, norm_rope = options
         where = (self._name(), self.kernel, self.exchange)
-        refused = problem(options) or scale_problem(scale) or flag_problem("return_lse", return_lse)
+        refused = refused or problem(options) or scale_problem(scale) or flag_problem("return_lse", return_lse)
         refused = refused or grad_problem(q, k, v)
         if norm_rope is not None and q.dim() != 4:
             norm_rope = None  # the operator refuses q

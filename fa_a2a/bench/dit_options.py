@@ -37,7 +37,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="fa_a2a's outputs against one GPU's, no times: ranks may share a GPU"
     )
-    parser.add_argument("--out", type=Path, default=Path("fa_a2a_results/dit.jsonl"), help="JSON lines go here")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("fa_a2a_results/dit.jsonl"),
+        help="JSON lines go here; fa_a2a_results/dit.jsonl by default",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -99,7 +99,6 @@ class _Bench:
         self, plan: Plan, workspace: Workspace, qkv: Qkv, device: torch.device, barrier: Callable[[], object]
     ) -> None:
         from fa4_a2a.forward import load_forward
-        from fa4_a2a.persistent import persistent_tile
 
         self.plan, self.workspace, self.qkv, self.device, self.barrier = plan, workspace, qkv, device, barrier
         dtype = plan.request.torch_dtype
@@ -110,7 +109,10 @@ class _Bench:
         properties = torch.cuda.get_device_properties(device)
         arch, sms = f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
         self.target = (plan.shape.head_dim, plan.request.dtype, arch, sms)
-        self.forward = load_forward(*self.target, tile=persistent_tile(plan.shape.head_dim, arch))  # the stock kernel
+        adapter: Any = plan.adapter
+        chosen = adapter.tile(plan.shape.local_seq, plan.shape.num_ranks * plan.shape.local_heads)
+        self.tile = (chosen.rows, chosen.keys)  # what a call takes
+        self.forward = load_forward(*self.target, tile=self.tile)  # the stock kernel
 
     def stock(self) -> Calls:
         sender, local = (self.repeated(self.arguments(sink), self.forward) for sink in (self.peers, self.here))
@@ -140,7 +142,7 @@ class _Bench:
     def load(self, build: Any) -> Any:
         from fa4_a2a.persistent import load_persistent
 
-        return load_persistent(*self.target, build=build)
+        return load_persistent(*self.target, self.tile, build=build)
 
     def arguments(self, sink: Sink) -> list[tuple[Any, ...]]:
         """(q, k, v, o, lse, scale) of each launch of a call."""

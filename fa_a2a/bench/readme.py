@@ -31,9 +31,15 @@ def _newest(lines: Lines, kind: str, key: tuple[str, ...]) -> Lines:
     return [chosen[k] for k in sorted(chosen)]
 
 
+def _is_shown(line: dict[str, Any]) -> bool:
+    """Of a GPU, and of the shapes that the README's heads speak of; others stay in the result files."""
+    shape = (line["head_dim"], line["dtype"], line["batch"])
+    return bool(line["device"] != "CPU" and shape == (128, "bfloat16", 1))
+
+
 def sweep_table(lines: Lines) -> str:
     """Rows of the most heads that were measured; those of fewer stay in the result files."""
-    gpu = [line for line in lines if line.get("kind") == "sweep" and line.get("device") != "CPU"]
+    gpu = [line for line in lines if line.get("kind") == "sweep" and _is_shown(line)]
     most = max((x["num_heads"] for x in gpu), default=0)
     header = [
         "P",
@@ -45,7 +51,7 @@ def sweep_table(lines: Lines) -> str:
         "ready",
         "E_res",
         "cost (95 %)",
-        "at equal clocks",
+        "E_res, cost at equal clocks",
         "speed-up",
     ]
     rows = []
@@ -58,7 +64,8 @@ def sweep_table(lines: Lines) -> str:
                 *(str(x[name]) for name in ("kernel", "seq_len")),
                 *(f"{x[name]:.1f}" for name in ("fa_only_us", "serial_us", "fused_sender_us", "fused_ready_us")),
                 " / ".join(f"{x[name]:+.1f}" for name in ("e_res_sender_us", "e_res_ready_us")),
-                *(_cost(x, name) for name in ("cost_sender", "cost_sender_equal_clock")),
+                _cost(x, "cost_sender"),
+                _at_equal_clocks(x),
                 f"{x['speedup_sender']:.2f} / {x['speedup_ready']:.2f}",
             ]
         )
@@ -67,13 +74,20 @@ def sweep_table(lines: Lines) -> str:
 
 def _cost(line: dict[str, Any], name: str) -> str:
     """With half of its interval, which one round does not have."""
-    us, ci = line.get(f"{name}_us"), line.get(f"{name}_ci_us")
-    return "-" if us is None else f"{us:+.1f} ± {'-' if ci is None else f'{ci:.1f}'}"
+    us, ci = line[f"{name}_us"], line.get(f"{name}_ci_us")
+    return f"{us:+.1f} ± {'-' if ci is None else f'{ci:.1f}'}"
+
+
+def _at_equal_clocks(line: dict[str, Any]) -> str:
+    """Of the sender-visible time; "-" for lines from before clocks were recorded."""
+    if "cost_sender_equal_clock_us" not in line:
+        return "-"
+    return f"{line['e_res_sender_equal_clock_us']:+.1f}, {_cost(line, 'cost_sender_equal_clock')}"
 
 
 def layer_table(lines: Lines) -> str:
     """A row for each shape, us eager / in a graph, from the newest run of that shape, as those are comparable."""
-    gpu = [line for line in lines if line.get("kind") == "layer" and line.get("device") != "CPU"]
+    gpu = [line for line in lines if line.get("kind") == "layer" and _is_shown(line)]
     runs: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
     dates: dict[tuple[Any, ...], str] = {}
     for x in gpu:

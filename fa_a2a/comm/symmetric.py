@@ -69,8 +69,9 @@ class Fault:
             )
         return PeerMismatchError(
             f"rank {self.peer} made call {self.expected_epoch} with other arguments than rank {self.rank}, or failed "
-            f"in it: rank {self.peer}'s own error says what differs; shapes, dtypes and options must be the same on "
-            f"every rank; {way_out}"
+            f"in it: rank {self.peer}'s own error says what differs, or, where it only says the same of rank "
+            f"{self.rank}, both made a call that all ranks have made before, but not in the same order; shapes, dtypes "
+            f"and options must be the same on every rank in each call; {way_out}"
         )
 
 

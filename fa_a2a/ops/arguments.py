@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError, FaA2AError
+from ..errors import ConfigurationError, FaA2AError, UnsupportedError
 
+_NO_MASK = "masks are not taken: padded keys are key_lengths=[...], a causal mask is causal=True"
+_ELSEWHERE = {  # of torch's scaled_dot_product_attention and diffusers' dispatcher
+    **dict.fromkeys(("attn_mask", "mask", "attention_mask"), _NO_MASK),
+    "is_causal": "say causal=True",
+    "dropout_p": "there is no dropout",
+    "enable_gqa": "k and v with fewer heads are grouped-query attention without it",
+}
+_OF_THE_MODULE = ("group", "kernel", "exchange", "copy", "timeout_s")
 _SHOWN = 200  # characters of a value: every rank gets every rank's error
 
 
@@ -17,7 +26,17 @@ def scale_problem(scale: object) -> FaA2AError | None:
     """Why this is no factor of the scores, or None."""
     if scale is None or (is_number(scale) and is_finite(scale)):
         return None
-    return ConfigurationError(f"scale must be a finite number or None, got {shown(scale)}")
+    hint = f"; {_NO_MASK}" if isinstance(scale, torch.Tensor) and scale.dim() > 0 else ""
+    return ConfigurationError(f"scale must be a finite number or None, got {shown(scale)}{hint}")
+
+
+def unknown_problem(names: Iterable[str]) -> FaA2AError:
+    """Why a call takes no argument of the first of these names; the way out for those that attention has elsewhere."""
+    name = next(iter(names))
+    if name in _OF_THE_MODULE:
+        return ConfigurationError(f"{name} is an argument of the module: UlyssesAttention({name}=...), not of its call")
+    way_out = _ELSEWHERE.get(name, "see help(fa_a2a.UlyssesAttention.forward) for what it takes")
+    return UnsupportedError(f"UlyssesAttention takes no argument {name!r}: {way_out}")
 
 
 def flag_problem(name: str, flag: object) -> FaA2AError | None:

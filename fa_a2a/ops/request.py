@@ -248,6 +248,6 @@ def _check_key_lengths(request: Request) -> None:
         return
     if len(lengths) != request.batch or min(lengths) < 1 or max(lengths) > request.seq_len:
         raise ShapeError(
-            f"key_lengths must be {request.batch} numbers, one for each batch entry, from 1 to the {request.seq_len} "
+            f"key_lengths must hold one number for each batch entry ({request.batch}), from 1 to the {request.seq_len} "
             f"keys of the whole sequence, got {list(lengths)}"
         )

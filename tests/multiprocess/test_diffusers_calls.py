@@ -227,3 +227,32 @@ def said(rank, size):
 
 def test_the_way_of_masked_calls_is_said_once(fresh_ranks):
     assert fresh_ranks(2).run(said) == [1, 1]
+
+
+def warned(rank, size, backend_first):
+    from diffusers import ContextParallelConfig
+
+    fa.enable()
+    model, inputs = build("flux")
+    records, handler = [], logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("fa_a2a").addHandler(handler)
+    try:
+        if backend_first:
+            model.set_attention_backend("fa_a2a")
+        fa.parallelize(model, ContextParallelConfig(ulysses_degree=size))
+        if backend_first:
+            forward(model, inputs)
+    finally:
+        logging.getLogger("fa_a2a").removeHandler(handler)
+        clean(model)
+    return [text for text in records if "does not attend through fa_a2a" in text]
+
+
+def test_a_model_that_keeps_its_own_attention_is_told(ranks):
+    for text in ranks(2).run(warned, backend_first=False):
+        assert text == [
+            "FluxTransformer2DModel does not attend through fa_a2a: call model.set_attention_backend('fa_a2a') before "
+            "parallelize"
+        ]
+    assert ranks(2).run(warned, backend_first=True) == [[], []]

@@ -87,6 +87,66 @@ def test_one_rank_wrong(ranks, call, name):
             assert well
 
 
+UNKNOWN = {
+    "attn_mask": (
+        torch.ones(16, 16, dtype=torch.bool),
+        "takes no argument 'attn_mask': masks are not taken.*key_lengths",
+    ),
+    "is_causal": (True, "say causal=True"),
+    "copy": (True, "copy is an argument of the module: UlyssesAttention"),
+    "colour": (1, "takes no argument 'colour': see help"),
+}
+
+
+def unknown(rank, size, name, compiled):
+    fa_a2a.close()
+    made = UlyssesAttention(kernel="cpu", exchange="fused")
+    call = torch.compile(made, backend="eager", fullgraph=True) if compiled else made
+    with torch.no_grad():
+        outcome = attempt(call, *inputs(rank, size), **({name: UNKNOWN[name][0]} if rank else {}))
+    fa_a2a.close()
+    return outcome, works(rank, size)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_argument_that_there_is_not_on_one_rank(ranks, name, compiled):
+    for outcome, well in ranks(2).run(unknown, name=name, compiled=compiled):
+        assert outcome.error == "PeerMismatchError", outcome
+        assert re.search(UNKNOWN[name][1], outcome.text), outcome.text
+        assert outcome.seconds < (60 if compiled else SECONDS)
+        assert well
+
+
+def out_of_step(rank, size):
+    """Two configurations that both ranks know, in another order on rank 1."""
+    fa_a2a.close()
+    made = UlyssesAttention(kernel="cpu", exchange="fused")
+    both = inputs(rank, size), [torch.cat([t, t], 1) for t in inputs(rank, size)]
+    for qkv in both:
+        made(*qkv)
+    outcome = attempt(made, *both[rank])
+    fa_a2a.close()
+    return outcome, works(rank, size)
+
+
+def test_known_calls_out_of_step_are_told_as_that(ranks):
+    for rank, (outcome, well) in enumerate(ranks(2).run(out_of_step)):
+        assert outcome.error == "PeerMismatchError"
+        assert f"rank {1 - rank} made call 3 with other arguments than rank {rank}" in outcome.text
+        assert "all ranks have made before, but not in the same order" in outcome.text
+        assert outcome.seconds < SECONDS and well
+
+
+def mask_in_the_place_of_scale(rank, size):
+    return attempt(UlyssesAttention(), *inputs(rank, size), torch.ones(16, 16, dtype=torch.bool))
+
+
+def test_a_mask_behind_v_is_told_to_be_one(ranks):
+    for outcome in ranks(2).run(mask_in_the_place_of_scale):
+        assert "scale must be a finite number" in outcome.text and "key_lengths=[...]" in outcome.text
+
+
 def wrong_at_the_end(rank, size, exchange, options):
     """Rank 1 gathers with an option of its own that is wrong."""
     shards = scatter_heads(*inputs(rank, size), kernel="cpu", exchange=exchange)

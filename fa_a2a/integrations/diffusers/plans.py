@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,12 @@ from typing import Any
 import torch
 
 from ...errors import ConfigurationError, UnsupportedError
-from . import joint
+from . import joint, registry
 from .redirect import redirected
+from .registry import NAME
 
 Plan = dict[str, Any]
+log = logging.getLogger("fa_a2a")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class _Recipe:
 
 def parallelize(model: Any, config: Any) -> None:
     """`model.enable_parallelism(config=config)` for models with a plan in diffusers, and for those with one here:
-    HunyuanVideo, SD3, CogVideoX and Z-Image (class names in `RECIPES`). Set the attention backend before.
+    HunyuanVideo, SD3, CogVideoX and Z-Image (class names in `RECIPES`). Set the attention backend before; a warning
+    says so where `enable` was called and diffusers' own attention is left.
 
     model: a diffusers transformer; config: ContextParallelConfig, or ParallelConfig with one. Each sharded length (of
     text, of image) must divide over the ranks; an error says so at the first forward otherwise. Text of QwenImage and
@@ -68,6 +72,22 @@ def parallelize(model: Any, config: Any) -> None:
         model.enable_parallelism(config=config, cp_plan=plan)
         recipe.finish(model)
     _refuse_copies(model)
+    if registry.is_enabled() and not _takes_ours(model):
+        log.warning(
+            "%s does not attend through fa_a2a: call model.set_attention_backend(%r) before parallelize",
+            type(model).__name__,
+            NAME,
+        )
+
+
+def _takes_ours(model: Any) -> bool:
+    """Whether one of the model's attentions names the backend, or the active one is it."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    processors = (getattr(module, "processor", None) for module in model.modules())
+    named = [getattr(processor, "_attention_backend", None) for processor in processors if processor is not None]
+    return any((active if name is None else name) == NAME for name in [None, *named])
 
 
 _ORIGINAL = "_fa_a2a_original"

@@ -62,6 +62,10 @@ def enable(kernel: str = "auto", exchange: str = "auto", copy: bool = True, time
     _before = _Before(member, active, _mend_logger())
 
 
+def is_enabled() -> bool:
+    return _before is not None
+
+
 def disable() -> None:
     """Takes the backend out of diffusers again, and forgets its groups. Does nothing if it is not there.
 
