@@ -33,6 +33,7 @@ from ..comm.group import Group, resolve
 from ..errors import FaA2AError
 from ..lifecycle import close
 from . import record, table
+from .graphs import capture
 from .layer_case import Layer, Way
 from .layer_methods import alone, first_line, ways
 from .plot_parts import draw_newest
@@ -130,7 +131,7 @@ def _graphs(methods: dict[str, Way], layer: Layer) -> tuple[Calls, dict[str, str
     for name, way in methods.items():
         captured, reason = None, ""
         try:
-            captured = _capture(way)
+            captured = capture(way.call, LAYERS_PER_GRAPH)
         except Exception as error:  # whatever a library's calls raise in a capture
             reason = first_line(error.__context__ or error)
         if reason := layer.agree(f"capture of {name}", reason):
@@ -144,20 +145,6 @@ def _graphs(methods: dict[str, Way], layer: Layer) -> tuple[Calls, dict[str, str
         if not name.startswith("attention"):
             layer.check(f"{name} in a CUDA graph", _replayed(graph, out), way)
     return replays, notes
-
-
-def _capture(way: Way) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of LAYERS_PER_GRAPH calls and its last output. Thread-local: NCCL's watchdog queries events then."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    torch.cuda.synchronize()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(LAYERS_PER_GRAPH):
-                out = way.call()
-    except Exception:
-        torch.cuda.set_stream(stream)  # the context leaves its own behind where the capture cannot end
-        raise
-    return graph, out
 
 
 def _replayed(graph: torch.cuda.CUDAGraph, out: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -3,11 +3,13 @@
 Methods, all over head-sharded inputs (B, S, h, D), us per call, median over rounds of the maximum over ranks:
   fa_only        the kernel on plain tensors, the better of its default tile and others we would use
   serial         that kernel, an all-to-all, one permute
+  serial_graph   the same as a CUDA graph, on GPUs: in front of short attention the host shows in serial
   fused_sender   the kernel storing into its peers; waiting only after the last call of a round
   fused_ready    the same, and each call waits until every peer's tiles are here
   fused_local    the same kernel and views with every store local
   fused_op       attention_gather as a user calls it: opens the call, fused_ready, host work included
-E_res = fused - fa_only (the paper's); cost = fused - fused_local, paired round by round.
+Speed-ups are over the faster of the two serial ones. E_res = fused - fa_only (the paper's); cost = fused - fused_local,
+paired round by round.
 equal_clock, on GPUs: the same difference if the SMs' clock had been the other method's (bench/clock.py). A GPU at its
 power limit lowers its clock where a kernel draws more, and a long kernel's time is then not the exchange's alone. Of
 ready times it is a bound from above, since ranks wait for whichever is slower at the moment.
@@ -33,6 +35,7 @@ from ..ops.functional import HeadShards, attention_gather
 from ..ops.plan import Plan
 from ..xstage import hidden_fraction, speedup
 from .clock import at_clock_of
+from .graphs import capture
 from .record import environment
 from .timing import Method, Times, clocked, paired
 
@@ -102,12 +105,26 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
         "serial": Method(lambda: serial.attend(q, k, v, plan, group)),
         "fused_op": Method(lambda: attention_gather(shards)),
     }
+    if device.type == "cuda" and (replay := _replayed(lambda: serial.attend(q, k, v, plan, group)[0], group)):
+        methods["serial_graph"] = Method(replay)
     for name, adapter in _alone(plan).items():
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
     calls = _calls(methods["fused_local"].call, device)
     times, mhz = clocked(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick)
     line = _line(case, device, group, plan, times, equal, calls)
     return line | (_at_equal_clocks(times, mhz) if mhz else {}) | prediction
+
+
+def _replayed(call: Callable[[], torch.Tensor], group: Group) -> Callable[[], object] | None:
+    """Replays of the call as a graph, where every rank can capture it."""
+    graph, reason = None, ""
+    call()
+    try:
+        graph, _ = capture(call, 1)
+    except Exception as error:  # whatever a library's calls raise in a capture
+        reason = str(error) or type(error).__name__
+    failed = any(group.exchange("capture of serial attention", reason, 300.0))
+    return None if failed or graph is None else graph.replay
 
 
 def _alone(plan: Plan) -> dict[str, Any]:
@@ -166,7 +183,7 @@ def _line(
     alone = _best_alone(times)
     cost_sender, ci_sender = paired(times["fused_sender"], times["fused_local"])
     cost_ready, ci_ready = paired(times["fused_ready"], times["fused_local"])
-    serial_us, alone_us = median["serial"], median[alone]
+    serial_us, alone_us = min(median["serial"], median.get("serial_graph", math.inf)), median[alone]
     try:
         hidden = round(hidden_fraction(serial_us=serial_us, fused_us=median["fused_sender"], attention_us=alone_us), 3)
     except FaA2AError:
@@ -178,7 +195,8 @@ def _line(
         **fields,
         "fa_only_tile": alone.removeprefix("fa_only_") if alone != "fa_only" else "default",
         "fa_only_us": _us(alone_us),
-        "serial_us": _us(serial_us),
+        "serial_us": _us(median["serial"]),
+        **({"serial_graph_us": _us(median["serial_graph"])} if "serial_graph" in median else {}),
         "fused_sender_us": _us(median["fused_sender"]),
         "fused_ready_us": _us(median["fused_ready"]),
         "fused_local_us": _us(median["fused_local"]),

@@ -13,6 +13,7 @@ _SWEEP: Columns = (  # header, field, format
     ("kernel", "kernel", "s"),
     ("FA us", "fa_only_us", ".1f"),
     ("serial", "serial_us", ".1f"),
+    ("in graph", "serial_graph_us", ".1f"),
     ("local", "fused_local_us", ".1f"),
     ("sender", "fused_sender_us", ".1f"),
     ("ready", "fused_ready_us", ".1f"),

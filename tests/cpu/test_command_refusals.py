@@ -99,7 +99,7 @@ def test_sweep_on_cpus_shows_no_costs_and_no_predictions():
 def test_one_round_has_no_interval():
     assert paired([3.0], [1.0]) == (2.0, None)
     cells = table.sweep_row({"cost_sender_us": 2.0, "cost_sender_ci_us": None, "device": "GPU"}).split()
-    assert cells[11:13] == ["+2.0", "-"]
+    assert cells[12:14] == ["+2.0", "-"]
 
 
 SWEEP = ROOT / "benchmarks/results/sweep_h200x2.jsonl"

@@ -114,13 +114,15 @@ class Graph:
 
 
 def test_a_method_that_cannot_be_captured_is_eager_only(monkeypatch):
-    def capture(way):
-        if way.kernel == "bad":
-            raise RuntimeError("operation not permitted\nwhen stream is capturing")
-        return Graph(), None if way.kernel == "none" else 0
+    def refuse():
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
-    monkeypatch.setattr(layer, "_capture", capture)
-    good, bad, rank = Way(lambda: 0, "good", ""), Way(lambda: 0, "bad", ""), OneRank()
+    def capture(call, calls):
+        assert calls == layer.LAYERS_PER_GRAPH
+        return Graph(), call()
+
+    monkeypatch.setattr(layer, "capture", capture)
+    good, bad, rank = Way(lambda: 0, "good", ""), Way(refuse, "bad", ""), OneRank()
     replays, notes = layer._graphs({"fa_a2a": good, "diffusers": bad, "attention": good}, rank)
     assert list(replays) == ["fa_a2a", "attention"]
     assert notes == {"diffusers": "eager only: operation not permitted"}

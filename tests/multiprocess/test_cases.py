@@ -30,7 +30,7 @@ def check(ranks, size, situation, exchange="fused", **options):
         assert found == exchange
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("text", [0, 17, -17])
 def test_case_01_sequence_not_divisible(ranks, size, text):
     check(ranks, size, Situation(seq=80 - abs(text), text=text, sizes="split"))
@@ -40,7 +40,7 @@ def test_case_02_prompts_of_different_lengths(ranks):
     check(ranks, 2, Situation(batch=2, seq=34, key_lengths=(30, 21)))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_case_03_whole_keys_on_every_rank(ranks, size):
     for exchange, reason in ranks(size).run(both_ways, situation=Situation(seq=64, kv_rows=769), lse=False):
         assert (exchange, reason) == ("collective", "k and v are whole on every rank: nothing is exchanged")

@@ -233,7 +233,7 @@ def known_but_different(rank, size):
     return outcome, refused, works(rank, size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_two_known_configurations_at_once(ranks, size):
     for outcome, refused, well in ranks(size).run(known_but_different):
         assert outcome.error == "PeerMismatchError"

@@ -158,7 +158,7 @@ def test_case_15_module_built_before_the_process_group(fresh_ranks):
         assert well
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_group_that_is_already_known_is_found_again(ranks, size):
     assert all(ranks(size).run(found_again))
 

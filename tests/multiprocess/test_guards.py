@@ -58,6 +58,6 @@ def stray_writes(rank, size, with_lse):
     return found
 
 
-@pytest.mark.parametrize(("size", "with_lse"), [(2, True), (3, False), (4, True)])
+@pytest.mark.parametrize(("size", "with_lse"), [(2, True), (3, False), (4, True), (8, False)])
 def test_nothing_is_written_where_it_does_not_belong(ranks, size, with_lse):
     assert ranks(size).run(stray_writes, with_lse=with_lse) == [[(0, 0, [])] * len(ODD)] * size

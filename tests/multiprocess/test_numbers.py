@@ -114,7 +114,7 @@ def wrapped(rank, size, exchange, with_lse):
     return torch.equal(out, want), torch.equal(again, want), torch.equal(lse, want_lse) if with_lse else lse is None
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("exchange", ["fused", "collective"])
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_from_tensors_equals_the_whole_layer(ranks, size, exchange, with_lse):

@@ -40,7 +40,7 @@ def check(line, errors, calls):
     assert line["resident_bytes_end"] - line["resident_bytes_start"] < 16 << 20, "memory is flat"
 
 
-@pytest.mark.parametrize(("size", "longest_us"), [(2, 0.0), (3, 500.0)])
+@pytest.mark.parametrize(("size", "longest_us"), [(2, 0.0), (3, 500.0), (8, 500.0)])
 def test_a_few_hundred_calls(ranks, tmp_path, size, longest_us):
     check(*soaked(ranks, tmp_path, size, 300, longest_us), 300)
 

@@ -13,17 +13,18 @@ def taken(rank, size, situation):
     return [run(situation, rank, size, UlyssesAttention(), lse=True)[1]]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("row", SUPPORT, ids=lambda row: row.what)
 def test_row_takes_the_path_that_the_readme_names(ranks, size, row):
-    situation = Situation(**{**row.call, "heads": max(row.call["heads"] // 2, row.call.get("kv_heads", 0))})
+    heads = max(row.call["heads"] // 2, row.call.get("kv_heads", 0), size)
+    situation = Situation(**{**row.call, "heads": heads})
     assert ranks(size).run(taken, situation=situation) == [[row.exchange]] * size
 
 
 @st.composite
 def situations(draw):
     """Anything that the layer takes, with the number of ranks and the exchange."""
-    size = draw(st.sampled_from([2, 3, 4]))
+    size = draw(st.sampled_from([2, 3, 4, 8]))
     kv_heads = draw(st.integers(1, 6))
     heads = kv_heads * draw(st.integers(-(-size // kv_heads), 6))
     sizes = draw(st.sampled_from(["equal", "split", "any"]))
