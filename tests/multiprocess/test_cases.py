@@ -33,7 +33,7 @@ def check(ranks, size, situation, exchange="fused", **options):
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("text", [0, 17, -17])
 def test_case_01_sequence_not_divisible(ranks, size, text):
-    check(ranks, size, Situation(seq=80 - abs(text), text=text, sizes="split"))
+    check(ranks, size, Situation(seq=80 - abs(text), heads=max(4, size), text=text, sizes="split"))
 
 
 def test_case_02_prompts_of_different_lengths(ranks):
@@ -42,7 +42,9 @@ def test_case_02_prompts_of_different_lengths(ranks):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_case_03_whole_keys_on_every_rank(ranks, size):
-    for exchange, reason in ranks(size).run(both_ways, situation=Situation(seq=64, kv_rows=769), lse=False):
+    for exchange, reason in ranks(size).run(
+        both_ways, situation=Situation(seq=64, heads=max(4, size), kv_rows=769), lse=False
+    ):
         assert (exchange, reason) == ("collective", "k and v are whole on every rank: nothing is exchanged")
 
 

@@ -91,7 +91,7 @@ OPTIONS = {
     "a number as sizes": ({"shard_sizes": 8}, "ShapeError", "must be a list of integers, got 8"),
     "only text": ({"replicated_text": 8}, "ShapeError", "more than 8 rows, got 8"),
     "text that is no number": ({"replicated_text": "hello"}, "ConfigurationError", "must be a number of rows or None"),
-    "lengths of two entries": ({"key_lengths": [3, 4]}, "ShapeError", "must be 1 numbers, one for each batch entry"),
+    "lengths of two entries": ({"key_lengths": [3, 4]}, "ShapeError", "one number for each batch entry (1),"),
     "no key": ({"key_lengths": torch.tensor([0])}, "ShapeError", "from 1 to the 16 keys"),
     "more keys than there are": ({"key_lengths": [17]}, "ShapeError", "from 1 to the 16 keys"),
     "lengths without values": ({"key_lengths": torch.ones(1, device="meta").int()}, "ShapeError", "must have values"),
