@@ -38,7 +38,7 @@ from .layer_case import Layer, Way
 from .layer_methods import alone, first_line, ways
 from .plot_parts import draw_newest
 from .sweep import Case
-from .timing import Method, clocked
+from .timing import Method, Times, interleaved
 
 Calls = dict[str, Callable[[], object]]
 
@@ -92,7 +92,8 @@ def _measure(
         per_call = LAYERS_PER_GRAPH if mode == "graph" else 1
         repeats = _repeats(calls["fa_a2a"], per_call, layer)
         named = {name: Method(call) for name, call in calls.items()}
-        times, mhz = clocked(named, rounds=case.rounds, calls=repeats, device=device, align=layer.align)
+        mhz: Times = {}
+        times = interleaved(named, rounds=case.rounds, calls=repeats, device=device, align=layer.align, clocks=mhz)
         cycles = {name: statistics.median(map(operator.mul, times[name], mhz[name])) for name in mhz}
         median = {name: statistics.median(rounds) / per_call for name, rounds in times.items()}
         tiles = [name for name in median if name.startswith("attention")]

@@ -37,7 +37,7 @@ from ..xstage import hidden_fraction, speedup
 from .clock import at_clock_of
 from .graphs import capture
 from .record import environment
-from .timing import Method, Times, clocked, paired
+from .timing import Method, Times, interleaved, paired
 
 _TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
 
@@ -110,7 +110,8 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
     for name, adapter in _alone(plan).items():
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
     calls = _calls(methods["fused_local"].call, device)
-    times, mhz = clocked(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick)
+    mhz: Times = {}
+    times = interleaved(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick, clocks=mhz)
     line = _line(case, device, group, plan, times, equal, calls)
     return line | (_at_equal_clocks(times, mhz) if mhz else {}) | prediction
 

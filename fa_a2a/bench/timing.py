@@ -39,46 +39,19 @@ def interleaved(
     device: torch.device,
     align: Callable[[], object],
     tick: Callable[[], object] = lambda: None,
+    clocks: Times | None = None,
 ) -> Times:
     """Microseconds per call of each method: one value a round, the maximum over ranks. The first round is dropped.
 
     Each round has an order of its own, the same on every rank: what runs behind an idle pause or a cooler method finds
     a faster chip, and in a fixed order that would be the same method's advantage in every round.
 
-    align: makes the ranks' streams start together. Collective over the default group.
+    align: makes the ranks' streams start together. clocks: on GPUs it is given the SM clock of the rank with the
+    slowest one, in MHz, likewise by round. That clock goes with the largest time: such a rank is the last to finish
+    what ranks do alone, and the one that others wait for in what they do together. Collective over the default group.
     """
-    return _rounds(methods, rounds, calls, device, align, tick, None)[0]
-
-
-def clocked(
-    methods: dict[str, Method],
-    *,
-    rounds: int,
-    calls: int,
-    device: torch.device,
-    align: Callable[[], object],
-    tick: Callable[[], object] = lambda: None,
-) -> tuple[Times, Times]:
-    """interleaved's times, and the SM clock in MHz of the rank with the slowest one, likewise by round; none on CPUs.
-
-    That rank's clock goes with the largest time: it is the last to finish what ranks do alone, and the one that others
-    wait for in what they do together.
-    """
-    clock = Clock(device) if device.type == "cuda" else None
-    return _rounds(methods, rounds, calls, device, align, tick, clock)
-
-
-def _rounds(
-    methods: dict[str, Method],
-    rounds: int,
-    calls: int,
-    device: torch.device,
-    align: Callable[[], object],
-    tick: Callable[[], object],
-    clock: Clock | None,
-) -> tuple[Times, Times]:
+    clock = None if clocks is None or device.type != "cuda" else Clock(device)
     times: Times = {name: [] for name in methods}
-    clocks: Times = {} if clock is None else {name: [] for name in methods}
     for index in range(rounds + 1):
         names = list(methods)
         random.Random(index).shuffle(names)
@@ -102,10 +75,10 @@ def _rounds(
             if index:
                 us, mhz = found.tolist()
                 times[name].append(us)
-                if clock is not None:
-                    clocks[name].append(-mhz)
+                if clock is not None and clocks is not None:
+                    clocks.setdefault(name, []).append(-mhz)
         tick()
-    return times, clocks
+    return times
 
 
 def _time(call: Callable[[], object], calls: int, device: torch.device) -> float:
