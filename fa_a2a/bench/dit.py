@@ -29,7 +29,7 @@ from ..integrations.graph import GraphedForward
 from . import record, table
 from .dit_case import Bench, Way
 from .dit_models import Case, config
-from .layer_methods import first_line
+from .graphs import first_line
 from .timing import Method, interleaved
 
 METHODS = ("single", "diffusers_ulysses", "fa_a2a")

@@ -20,3 +20,8 @@ def capture(call: Callable[[], torch.Tensor], calls: int) -> tuple[torch.cuda.CU
         torch.cuda.set_stream(stream)  # the context leaves its own behind where the capture cannot end
         raise
     return graph, out
+
+
+def first_line(error: BaseException) -> str:
+    """Of a failed capture ask error.__context__ first: the end of the capture raises another error behind it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -33,9 +33,9 @@ from ..comm.group import Group, resolve
 from ..errors import FaA2AError
 from ..lifecycle import close
 from . import record, table
-from .graphs import capture
+from .graphs import capture, first_line
 from .layer_case import Layer, Way
-from .layer_methods import alone, first_line, ways
+from .layer_methods import alone, ways
 from .plot_parts import draw_newest
 from .sweep import Case
 from .timing import Method, Times, interleaved

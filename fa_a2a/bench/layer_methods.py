@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..errors import UnsupportedError
 from ..nn import UlyssesAttention
 from ..ops import overlap, serial
+from .graphs import first_line
 from .layer_case import Layer, Way
 
 _DIFFUSERS_KERNELS = {"cuda": ("flash", "_native_cudnn", "_native_flash", "native"), "cpu": ("native",)}
@@ -187,7 +188,3 @@ def _diffusers(layer: Layer) -> Way:
     if not speeds:
         raise UnsupportedError(f"none of diffusers' kernels works here ({'; '.join(reasons)})")
     return way(min(speeds, key=speeds.__getitem__))
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -3,7 +3,8 @@
 Methods, all over head-sharded inputs (B, S, h, D), us per call, median over rounds of the maximum over ranks:
   fa_only        the kernel on plain tensors, the better of its default tile and others we would use
   serial         that kernel, an all-to-all, one permute
-  serial_graph   the same as a CUDA graph, on GPUs: in front of short attention the host shows in serial
+  serial_graph   the same as a CUDA graph, on GPUs: in front of short attention the host shows in serial. Left out, with
+                 the reason in serial_graph_note, where it cannot be captured
   fused_sender   the kernel storing into its peers; waiting only after the last call of a round
   fused_ready    the same, and each call waits until every peer's tiles are here
   fused_local    the same kernel and views with every store local
@@ -35,11 +36,12 @@ from ..ops.functional import HeadShards, attention_gather
 from ..ops.plan import Plan
 from ..xstage import hidden_fraction, speedup
 from .clock import at_clock_of
-from .graphs import capture
+from .graphs import capture, first_line
 from .record import environment
 from .timing import Method, Times, interleaved, paired
 
 _TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
+_AGREE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -105,27 +107,34 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
         "serial": Method(lambda: serial.attend(q, k, v, plan, group)),
         "fused_op": Method(lambda: attention_gather(shards)),
     }
-    if device.type == "cuda" and (replay := _replayed(lambda: serial.attend(q, k, v, plan, group)[0], group)):
-        methods["serial_graph"] = Method(replay)
+    notes = {}
+    if device.type == "cuda":
+        replay, reason = _replayed(lambda: serial.attend(q, k, v, plan, group)[0], group)
+        if replay is None:
+            notes["serial_graph_note"] = reason
+        else:
+            methods["serial_graph"] = Method(replay)
     for name, adapter in _alone(plan).items():
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
     calls = _calls(methods["fused_local"].call, device)
     mhz: Times = {}
     times = interleaved(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick, clocks=mhz)
     line = _line(case, device, group, plan, times, equal, calls)
-    return line | (_at_equal_clocks(times, mhz) if mhz else {}) | prediction
+    return line | notes | (_at_equal_clocks(times, mhz) if mhz else {}) | prediction
 
 
-def _replayed(call: Callable[[], torch.Tensor], group: Group) -> Callable[[], object] | None:
-    """Replays of the call as a graph, where every rank can capture it."""
+def _replayed(call: Callable[[], torch.Tensor], group: Group) -> tuple[Callable[[], object] | None, str]:
+    """Replays of the call as a graph; None, and the first rank's reason, where one cannot capture it. Collective."""
     graph, reason = None, ""
     call()
     try:
         graph, _ = capture(call, 1)
     except Exception as error:  # whatever a library's calls raise in a capture
-        reason = str(error) or type(error).__name__
-    failed = any(group.exchange("capture of serial attention", reason, 300.0))
-    return None if failed or graph is None else graph.replay
+        reason = first_line(error.__context__ or error)
+    if reason := next(filter(None, group.exchange("capture of serial attention", reason, _AGREE_S)), ""):
+        return None, reason
+    assert graph is not None
+    return graph.replay, ""
 
 
 def _alone(plan: Plan) -> dict[str, Any]:

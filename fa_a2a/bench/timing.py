@@ -50,7 +50,10 @@ def interleaved(
     slowest one, in MHz, likewise by round. That clock goes with the largest time: such a rank is the last to finish
     what ranks do alone, and the one that others wait for in what they do together. Collective over the default group.
     """
-    clock = None if clocks is None or device.type != "cuda" else Clock(device)
+    clock = None
+    if clocks is not None and device.type == "cuda":
+        clock = Clock(device)
+        dist.barrier()  # compiling it took the ranks apart, and a wait inside a kernel has its deadline
     times: Times = {name: [] for name in methods}
     for index in range(rounds + 1):
         names = list(methods)
