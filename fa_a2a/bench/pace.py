@@ -83,6 +83,7 @@ def measure(
     times = interleaved(methods, rounds=case.rounds, calls=count, device=device, align=barrier, tick=tick)
     shape = {name: value for name, value in asdict(case).items() if name not in ("kernel", "profile")}
     common = {**record.environment("pace", device, group.size), **shape, "kernel": "fa4", "calls_per_round": count}
+    common["tile"] = "{}x{}".format(*bench.tile)
     lines = [_line(common, Config(STOCK, "first", 0), STOCK, times)]
     for config in chosen:
         line = _line(common, config, config.name, times)
