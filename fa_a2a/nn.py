@@ -99,7 +99,7 @@ class UlyssesAttention(torch.nn.Module):
         norm_rope: fa_a2a.NormRope: RMS-norm and rotary embedding of q and k. The kernel of the fused exchange applies
             them as it stores (equal shards), else torch operations do; the overlapped exchange takes none.
         Returns (batch, rows, heads, head_dim). Raises like `scatter_heads`, under torch.compile, too, which takes plain
-        numbers only, not numpy's.
+        numbers only, not numpy's. An argument of another name on one rank is an error on all.
         """
         absent = key_lengths is None and shard_sizes is None and replicated_text is None and norm_rope is None
         options = PLAIN
