@@ -14,7 +14,7 @@ from ..errors import ConfigurationError, FaA2AError, UnsupportedError
 _NO_MASK = "masks are not taken: padded keys are key_lengths=[...], a causal mask is causal=True"
 _ELSEWHERE = {  # of torch's scaled_dot_product_attention and diffusers' dispatcher
     **dict.fromkeys(("attn_mask", "mask", "attention_mask"), _NO_MASK),
-    "is_causal": "say causal=True",
+    "is_causal": "it is named causal",
     "dropout_p": "there is no dropout",
     "enable_gqa": "k and v with fewer heads are grouped-query attention without it",
 }

@@ -92,7 +92,7 @@ UNKNOWN = {
         torch.ones(16, 16, dtype=torch.bool),
         "takes no argument 'attn_mask': masks are not taken.*key_lengths",
     ),
-    "is_causal": (True, "say causal=True"),
+    "is_causal": (True, "it is named causal"),
     "copy": (True, "copy is an argument of the module: UlyssesAttention"),
     "colour": (1, "takes no argument 'colour': see help"),
 }
