@@ -81,12 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--num-sms", type=int, default=None, help="SMs of that GPU; 132 for sm_90a, 148 for sm_100a")
     litmus = add("litmus", "memory ordering of stores to a peer: does the fence cover them?", "Needs two GPUs.")
     litmus.add_argument("--rounds", type=int, default=20000, help="of each test; 20000 by default")
-    litmus.add_argument(
-        "--out",
-        type=Path,
-        default=Path("fa_a2a_results/litmus.jsonl"),
-        help="JSON lines go here; fa_a2a_results/litmus.jsonl by default",
-    )
+    checks.add_out(litmus, "litmus")
     soak = add(
         "soak", "very many calls with changing shapes, every output checked bitwise", "On GPUs or CPU processes."
     )
@@ -97,12 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--delays-us", type=float, default=0.0, help="longest random delay before, between and after; none by default"
     )
     soak.add_argument("--traffic", action="store_true", help="all-reduces and peer copies beside the calls; GPUs")
-    soak.add_argument(
-        "--out",
-        type=Path,
-        default=Path("fa_a2a_results/soak.jsonl"),
-        help="JSON lines go here; fa_a2a_results/soak.jsonl by default",
-    )
+    checks.add_out(soak, "soak")
     add("doctor", "what this machine offers, and which path 'auto' takes", "On several GPUs also checks one layer.")
     return parser
 
@@ -118,12 +108,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         "--base", help="profile to take attention's speed from; a shipped one of this device by default"
     )
     parser.add_argument("--attention-tflops", type=float, help="attention's speed instead")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=results / "calibrate.jsonl",
-        help=f"JSON lines go here; {results}/calibrate.jsonl by default",
-    )
+    checks.add_out(parser, "calibrate")
     parser.add_argument("--profile-out", type=Path, help=f"the profile; {results}/NAME.json by default")
     parser.add_argument("--plot", type=Path, help="the plot; beside the profile by default")
 
@@ -143,12 +128,7 @@ def _add_exchange(parser: argparse.ArgumentParser) -> None:
     methods = ["st", "bulk", "copies", "nccl", "nccl_packed"]
     parser.add_argument("--methods", nargs="+", default=methods, help=f"spaces between; {' '.join(methods)} by default")
     parser.add_argument("--rounds", type=int, default=12, help="timed rounds; 12 by default")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("fa_a2a_results/exchange.jsonl"),
-        help="JSON lines go here; fa_a2a_results/exchange.jsonl by default",
-    )
+    checks.add_out(parser, "exchange")
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

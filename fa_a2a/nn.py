@@ -109,8 +109,10 @@ class UlyssesAttention(torch.nn.Module):
         if torch.compiler.is_compiling():
             return self._traced(q_BsHD, k_BsHD, v_BsHD, scale, return_lse, options, refused)
         group, seconds = self._resolve(), self.timeout_s
-        which = (scale, return_lse, self.kernel, self.exchange, seconds, False, options)
-        plan = find_plan(group, q_BsHD, k_BsHD, v_BsHD, *which, refused)
+        kernel, exchange = self.kernel, self.exchange
+        plan = find_plan(
+            group, q_BsHD, k_BsHD, v_BsHD, scale, return_lse, kernel, exchange, seconds, False, options, refused
+        )
         if self.last_plan is not plan:
             self.last_plan = plan
         result, lse_or_none = whole_layer(group, plan, (q_BsHD, k_BsHD, v_BsHD), self.copy, seconds, norm_rope)

@@ -9,6 +9,13 @@ from typing import TypeVar
 from ..errors import ConfigurationError
 
 Value = TypeVar("Value", int, str)
+RESULTS = Path("fa_a2a_results")
+
+
+def add_out(parser: argparse.ArgumentParser, name: str) -> None:
+    """--out, by default fa_a2a_results/NAME.jsonl."""
+    path = RESULTS / f"{name}.jsonl"
+    parser.add_argument("--out", type=Path, default=path, help=f"JSON lines go here; {path} by default")
 
 
 def writable(path: Path | None, option: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError, ShapeError
@@ -37,12 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="fa_a2a's outputs against one GPU's, no times: ranks may share a GPU"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("fa_a2a_results/dit.jsonl"),
-        help="JSON lines go here; fa_a2a_results/dit.jsonl by default",
-    )
+    checks.add_out(parser, "dit")
 
 
 def run(arguments: argparse.Namespace) -> int:

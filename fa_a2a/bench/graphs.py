@@ -6,8 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from ..comm.group import Group
 
-def capture(call: Callable[[], torch.Tensor], calls: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+Captured = tuple[torch.cuda.CUDAGraph, torch.Tensor]
+_AGREE_S = 300.0
+
+
+def capture(call: Callable[[], torch.Tensor], calls: int) -> Captured:
     """A graph of so many calls and its last output. The call has run before. Thread-local: NCCL's watchdog queries
     events then. Raises whatever a library's calls raise in a capture."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -22,6 +27,25 @@ def capture(call: Callable[[], torch.Tensor], calls: int) -> tuple[torch.cuda.CU
     return graph, out
 
 
+def capture_everywhere(
+    call: Callable[[], torch.Tensor], calls: int, topic: str, agree: Callable[[str, str], str]
+) -> tuple[Captured | None, str]:
+    """What `capture` gives; None, and the first rank's reason, where a rank cannot. agree: as below, of the ranks that
+    measure. Collective."""
+    captured, reason = None, ""
+    try:
+        captured = capture(call, calls)
+    except Exception as error:  # whatever a library's calls raise in a capture
+        reason = first_line(error.__context__ or error)  # the end of the capture raises another error behind it
+    if reason := agree(topic, reason):
+        return None, reason
+    return captured, ""
+
+
+def agree(group: Group, topic: str, reason: str) -> str:
+    """Why one rank or another cannot take part, the first reason; "" where all can. Collective."""
+    return next(filter(None, group.exchange(topic, reason, _AGREE_S)), "")
+
+
 def first_line(error: BaseException) -> str:
-    """Of a failed capture ask error.__context__ first: the end of the capture raises another error behind it."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError, ShapeError
@@ -35,12 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=checks.counts, default=[2], help="with --forms: of how many, 2 by default; heads are of one"
     )
     parser.add_argument("--rounds", type=int, default=12, help="timed rounds; 12 by default")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("fa_a2a_results/kernel.jsonl"),
-        help="JSON lines go here; fa_a2a_results/kernel.jsonl by default",
-    )
+    checks.add_out(parser, "kernel")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from ..comm.group import Group, resolve
 from ..errors import FaA2AError
 from ..lifecycle import close
 from . import record, table
-from .graphs import capture, first_line
+from .graphs import capture_everywhere
 from .layer_case import Layer, Way
 from .layer_methods import alone, ways
 from .plot_parts import draw_newest
@@ -130,17 +130,12 @@ def _graphs(methods: dict[str, Way], layer: Layer) -> tuple[Calls, dict[str, str
     replays: Calls = {}
     notes = {}
     for name, way in methods.items():
-        captured, reason = None, ""
-        try:
-            captured = capture(way.call, LAYERS_PER_GRAPH)
-        except Exception as error:  # whatever a library's calls raise in a capture
-            reason = first_line(error.__context__ or error)
-        if reason := layer.agree(f"capture of {name}", reason):
+        captured, reason = capture_everywhere(way.call, LAYERS_PER_GRAPH, f"capture of {name}", layer.agree)
+        if captured is None:
             if name == "fa_a2a" or name.startswith("attention"):
                 raise FaA2AError(f"a CUDA graph of {name} could not be captured: {reason}")
             notes[name] = f"eager only: {reason}"
             continue
-        assert captured is not None
         graph, out = captured
         replays[name] = graph.replay
         if not name.startswith("attention"):

@@ -13,12 +13,12 @@ from ..comm.group import Group
 from ..errors import FaA2AError
 from ..layout import Word
 from ..nn import UlyssesAttention
+from . import graphs
 from .sweep import Case, inputs
 
 Call = Callable[[], torch.Tensor]
 
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the largest output; another kernel's
-_AGREE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Layer:
 
     def agree(self, topic: str, reason: str) -> str:
         """Why one rank or another cannot take part, the first reason; "" where all can. Collective."""
-        return next(filter(None, self.group.exchange(topic, reason, _AGREE_S)), "")
+        return graphs.agree(self.group, topic, reason)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self.plan.adapter.local(q, k, v, self.plan.request.scale, self.group.size, False)[0]

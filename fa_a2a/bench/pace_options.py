@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
@@ -36,12 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stamps", action="store_true", help="also record how long each tile waits for its staging")
     parser.add_argument("--rounds", type=int, default=12, help="timed rounds; 12 by default")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("fa_a2a_results/pace.jsonl"),
-        help="JSON lines go here; fa_a2a_results/pace.jsonl by default",
-    )
+    checks.add_out(parser, "pace")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -71,16 +71,13 @@ def residual(lines: Lines, path: Path) -> None:
             label = "_" if label in named else label  # of a name that begins so, no legend speaks
             named.add(label)
             lengths = [p["seq_len"] for p in points]
-            for at_equal_clocks, filling in ((True, {}), (False, {"markerfacecolor": "white"})):
-                chosen = [p for p in points if (_cost_name(p, which) == _CLOCKED) == at_equal_clocks]
-                if not chosen:
-                    continue
-                cost, interval = (
-                    [_percent(p, p.get(f"{_cost_name(p, which)}{end}") or 0.0) for p in chosen]
-                    for end in ("_us", "_ci_us")
-                )
-                bars = {"fmt": "o", "markersize": 4, "capsize": 2, "label": label, **style, **filling}
-                axis.errorbar([p["seq_len"] for p in chosen], cost, interval, **bars)
+            for field in sorted({_cost_field(p, which) for p in points}):
+                chosen = [p for p in points if _cost_field(p, which) == field]
+                cost = [_percent(p, p[f"{field}_us"]) for p in chosen]
+                interval = [_percent(p, p.get(f"{field}_ci_us") or 0.0) for p in chosen]
+                filling = style["color"] if field == _CLOCKED else "white"
+                bars = {"fmt": "o", "markersize": 4, "capsize": 2, "markerfacecolor": filling, **style}
+                axis.errorbar([p["seq_len"] for p in chosen], cost, interval, label=label, **bars)
                 label = "_"
             rest = [_percent(p, p[f"e_res_{which}_us"]) for p in points]
             axis.plot(lengths, rest, "x", alpha=0.6, **style)
@@ -91,9 +88,8 @@ def residual(lines: Lines, path: Path) -> None:
                 ":" if later else "-",
                 **style,
             )
-        cost_in_time = "cost: remote - local stores, 95 %"
-        axis.plot([], [], "ko", markerfacecolor="white", alpha=0.6, label=cost_in_time)
-        if any(_cost_name(line, which) == _CLOCKED for line in lines):
+        axis.plot([], [], "ko", markerfacecolor="white", alpha=0.6, label="cost: remote - local stores, 95 %")
+        if any(_cost_field(line, which) == _CLOCKED for line in lines):
             axis.plot([], [], "ko", alpha=0.6, label="the same at equal clocks of the SMs")
         axis.plot([], [], "kx", alpha=0.6, label="E_res: fused - attention alone")
         axis.plot([], [], "k-", label="predicted cost (dotted: after the measurement)")
@@ -103,7 +99,7 @@ def residual(lines: Lines, path: Path) -> None:
     parts.finish(figure, plt, lines, path)
 
 
-def _cost_name(line: dict[str, Any], which: str) -> str:
+def _cost_field(line: dict[str, Any], which: str) -> str:
     return _CLOCKED if which == "sender" and line.get(f"{_CLOCKED}_us") is not None else f"cost_{which}"
 
 

@@ -22,6 +22,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,11 @@ from ..ops.functional import HeadShards, attention_gather
 from ..ops.plan import Plan
 from ..xstage import hidden_fraction, speedup
 from .clock import at_clock_of
-from .graphs import capture, first_line
+from .graphs import agree, capture_everywhere
 from .record import environment
 from .timing import Method, Times, interleaved, paired
 
 _TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
-_AGREE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,9 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
 
 def _replayed(call: Callable[[], torch.Tensor], group: Group) -> tuple[Callable[[], object] | None, str]:
     """Replays of the call as a graph; None, and the first rank's reason, where one cannot capture it. Collective."""
-    graph, reason = None, ""
     call()
-    try:
-        graph, _ = capture(call, 1)
-    except Exception as error:  # whatever a library's calls raise in a capture
-        reason = first_line(error.__context__ or error)
-    if reason := next(filter(None, group.exchange("capture of serial attention", reason, _AGREE_S)), ""):
-        return None, reason
-    assert graph is not None
-    return graph.replay, ""
+    captured, reason = capture_everywhere(call, 1, "capture of serial attention", partial(agree, group))
+    return (None, reason) if captured is None else (captured[0].replay, "")
 
 
 def _alone(plan: Plan) -> dict[str, Any]:

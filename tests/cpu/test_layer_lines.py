@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fa_a2a import plot
-from fa_a2a.bench import layer, readme, record, sweep_options, table
+from fa_a2a.bench import graphs, layer, readme, record, sweep_options, table
 from fa_a2a.bench.layer_case import Way
 from fa_a2a.cli import main
 from fa_a2a.errors import ConfigurationError, FaA2AError
@@ -121,7 +121,7 @@ def test_a_method_that_cannot_be_captured_is_eager_only(monkeypatch):
         assert calls == layer.LAYERS_PER_GRAPH
         return Graph(), call()
 
-    monkeypatch.setattr(layer, "capture", capture)
+    monkeypatch.setattr(graphs, "capture", capture)
     good, bad, rank = Way(lambda: 0, "good", ""), Way(refuse, "bad", ""), OneRank()
     replays, notes = layer._graphs({"fa_a2a": good, "diffusers": bad, "attention": good}, rank)
     assert list(replays) == ["fa_a2a", "attention"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fa_a2a.bench import sweep
+from fa_a2a.bench import graphs, sweep
 
 
 class Graph:
@@ -21,7 +21,7 @@ class Ranks:
 
 
 def test_replays_where_every_rank_can(monkeypatch):
-    monkeypatch.setattr(sweep, "capture", lambda call, calls: (Graph(), call()))
+    monkeypatch.setattr(graphs, "capture", lambda call, calls: (Graph(), call()))
     ran = []
     replay, reason = sweep._replayed(lambda: ran.append(1), Ranks())
     assert (replay(), reason) == ("replayed", "") and len(ran) == 2, "once before the capture, once in it"
@@ -39,5 +39,5 @@ def test_none_and_why_where_a_rank_cannot(monkeypatch, other, own, told):
         except RuntimeError:
             raise RuntimeError("the capture was invalidated")  # noqa: B904 as torch's end of a capture does
 
-    monkeypatch.setattr(sweep, "capture", capture)
+    monkeypatch.setattr(graphs, "capture", capture)
     assert sweep._replayed(lambda: None, Ranks(other)) == (None, told)

@@ -207,6 +207,11 @@ def owns_exchange(name: Any, context: Any) -> bool:
     """Whether attention with this backend of a processor, None for the active one, comes to `UlyssesAttention`."""
     if _options is None or context is None or context.ring_degree > 1 or context.ulysses_anything:
         return False
+    return is_ours(name)
+
+
+def is_ours(name: Any) -> bool:
+    """Whether this backend of a processor, None for the active one, is fa_a2a's."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     active, _ = _AttentionBackendRegistry.get_active_backend()

@@ -25,8 +25,8 @@ import torch
 
 from ...errors import ConfigurationError, UnsupportedError
 from . import joint, registry
+from .backend import NAME, is_ours
 from .redirect import redirected
-from .registry import NAME
 
 Plan = dict[str, Any]
 log = logging.getLogger("fa_a2a")
@@ -82,12 +82,8 @@ def parallelize(model: Any, config: Any) -> None:
 
 def _takes_ours(model: Any) -> bool:
     """Whether one of the model's attentions names the backend, or the active one is it."""
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-
-    active, _ = _AttentionBackendRegistry.get_active_backend()
     processors = (getattr(module, "processor", None) for module in model.modules())
-    named = [getattr(processor, "_attention_backend", None) for processor in processors if processor is not None]
-    return any((active if name is None else name) == NAME for name in [None, *named])
+    return is_ours(None) or any(is_ours(getattr(p, "_attention_backend", None)) for p in processors)
 
 
 _ORIGINAL = "_fa_a2a_original"
