@@ -22,9 +22,9 @@ No terms for these:
   publication at 4608 tokens of 24 heads, 4.8 +- 1.5 at 8192, 14 +- 6 at 16384, up to 0.8 % of a call; next to nothing
   in rounds in which one of them was slower throughout, most where their clocks were alike on average (2026-11-30).
 - The clock. Under attention of some milliseconds an H200 is at its power limit, at 1300 to 1600 MHz, and remote stores
-  draw some of that power: at 65536 tokens of 24 heads 369 +- 279 us more of 41 ms than local ones (an earlier run: 758
-  +- 285), in cycles -5 +- 55 us (sweep_h200x2.jsonl). A path that moves 2.5 GB/s is nearly idle; without pace, or at a
-  third of it, the clock was the same within 0.8 %.
+  draw some of that power: at 65536 tokens of 24 heads 369 +- 279 us more of 41 ms than local ones, in cycles -5 +- 55
+  us (sweep_h200x2.jsonl). A path that moves 2.5 GB/s is nearly idle; without pace, or at a third of it, the clock was
+  about the same.
 """
 
 from __future__ import annotations

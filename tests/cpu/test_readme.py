@@ -39,13 +39,20 @@ def test_recorded_soaks_were_clean():
     soaks = [line for line in recorded() if line["kind"] == "soak"]
     assert max(line["calls"] for line in soaks) >= 100_000
     assert not any(line["wrong"] or line["wrong_traffic"] for line in soaks)
-    for line in soaks:
-        on_gpus = line["device"] != "CPU"
-        # On 2x H200, NCCL's all-reduces beside: 1.25 MiB more resident after 18000 calls (2026-11-30). Two readings do
-        # not tell a step from a slope; symmetric and device memory are the same to the byte.
-        grown = {name: line[f"{name}_bytes_end"] - line[f"{name}_bytes_start"] for name in ("symmetric", "device")}
-        assert not any(grown.values())
-        assert line["resident_bytes_end"] - line["resident_bytes_start"] < (2 if on_gpus else 1) << 20
+    assert all(
+        line[f"{what}_bytes_end"] == line[f"{what}_bytes_start"] for line in soaks for what in ("symmetric", "device")
+    )
+    assert all(resident_growth(line) < 1 << 20 for line in soaks if line["device"] == "CPU")
+
+
+@pytest.mark.xfail(strict=True, reason="2x H200: 1.25 MiB more after 18000 calls, two readings: a step or a slope?")
+def test_resident_memory_of_recorded_soaks_on_gpus_was_as_flat():
+    soaks = [line for line in recorded() if line["kind"] == "soak" and line["device"] != "CPU"]
+    assert all(resident_growth(line) < 1 << 20 for line in soaks)
+
+
+def resident_growth(line):
+    return line["resident_bytes_end"] - line["resident_bytes_start"]
 
 
 def test_unknown_marker_is_an_error():
