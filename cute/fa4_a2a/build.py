@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
+from .clock import load_clock
 from .forward import Tile, alike_tiles, load_forward
 from .litmus import VARIANTS, load_litmus
 from .overlap import ARCHS as OVERLAP_ARCHS
@@ -39,7 +40,10 @@ def build_all(
     if arch not in NUM_SMS:
         raise ValueError(f"arch is one of {', '.join(NUM_SMS)}, not {arch!r}")
     sms = NUM_SMS[arch] if num_sms is None else num_sms
-    jobs: list[tuple[str, Callable[[], object]]] = [(f"signal {arch}", lambda: load_signal(arch))]
+    jobs: list[tuple[str, Callable[[], object]]] = [
+        (f"signal {arch}", lambda: load_signal(arch)),
+        (f"clock {arch}", lambda: load_clock(arch)),  # the benchmarks'
+    ]
     for head_dim in head_dims:
         for dtype in dtypes:
             jobs.append((f"scatter {arch} D={head_dim} {dtype}", lambda d=head_dim, t=dtype: load_scatter(d, t, arch)))

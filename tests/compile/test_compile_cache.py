@@ -178,6 +178,7 @@ def test_build_all_reports_each_kernel(cache_folder):
     built = build_all("sm_90a", head_dims=(64,), dtypes=("bfloat16",), with_lse=(False,), report=seen.append)
     assert [b.name for b in built] == [
         "signal sm_90a",
+        "clock sm_90a",
         "scatter sm_90a D=64 bfloat16",
         "scatter sm_90a D=64 bfloat16 unequal",
         "forward sm_90a D=64 bfloat16 tile 192x128",
