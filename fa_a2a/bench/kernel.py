@@ -97,7 +97,7 @@ def _adapters(case: Case, variants: Variants, device: torch.device) -> dict[str,
     found: dict[str, Any] = {"fa3": load("fa3", fused=False)}
     for tile, output in variants:
         name = f"fa3 {tile[0]}x{tile[1]}/{output}"
-        found[name] = fa3._FA3(device, case.head_dim, case.dtype, (Tile(*tile),), output)
+        found[name] = fa3.FA3(device, case.head_dim, case.dtype, (Tile(*tile),), output)
     chunked = case.seq_len % CHUNKS == 0
     if chunked:
         found[f"fa3 {FORM}"] = found["fa3"]

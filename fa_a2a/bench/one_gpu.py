@@ -13,8 +13,7 @@ from tqdm import tqdm
 
 from ..ops.kernels import Qkv
 from . import record
-from .sweep import _calls
-from .timing import Method, interleaved
+from .timing import Method, calls_per_round, interleaved
 
 Tick = Callable[[], object]
 Line = dict[str, Any]
@@ -68,7 +67,7 @@ def times(
     calls: Mapping[str, Callable[[], object]], case: Case, device: torch.device, tick: Tick
 ) -> tuple[dict[str, list[float]], int]:
     """us per call of each method in each round, and how many calls a round times at once: of the first one's length."""
-    count = _calls(next(iter(calls.values())), device)
+    count = calls_per_round(next(iter(calls.values())), device)
     methods = {name: Method(call) for name, call in calls.items()}
     align = partial(torch.cuda.synchronize, device)
     return interleaved(methods, rounds=case.rounds, calls=count, device=device, align=align, tick=tick), count

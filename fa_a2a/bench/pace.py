@@ -33,7 +33,7 @@ from ..ops.kernels import Qkv, Sink
 from ..ops.plan import Plan
 from . import record, stalls, sweep
 from .pace_options import ORDERS, Config, build_of
-from .timing import Method, interleaved, paired
+from .timing import Method, calls_per_round, interleaved, paired
 
 STOCK = "stock"
 _ADVANCE_PUBLISH_WAIT = 7  # flags of the signal kernel: each call of a measurement is an epoch of its own
@@ -79,7 +79,7 @@ def measure(
     methods = {"fa_only": Method(lambda: bench.alone(q, k, v))}
     for name, made in calls.items():
         methods |= {f"{name}: {what}": Method(call, barrier) for what, call in made.items()}
-    count = sweep._calls(calls[STOCK]["local"], device)
+    count = calls_per_round(calls[STOCK]["local"], device)
     times = interleaved(methods, rounds=case.rounds, calls=count, device=device, align=barrier, tick=tick)
     shape = {name: value for name, value in asdict(case).items() if name not in ("kernel", "profile")}
     common = {**record.environment("pace", device, group.size), **shape, "kernel": "fa4", "calls_per_round": count}

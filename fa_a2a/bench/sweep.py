@@ -39,9 +39,7 @@ from ..xstage import hidden_fraction, speedup
 from .clock import at_clock_of
 from .graphs import agree, capture_everywhere
 from .record import environment
-from .timing import Method, Times, interleaved, paired
-
-_TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
+from .timing import Method, Times, calls_per_round, interleaved, paired
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
             methods["serial_graph"] = Method(replay)
     for name, adapter in _alone(plan).items():
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
-    calls = _calls(methods["fused_local"].call, device)
+    calls = calls_per_round(methods["fused_local"].call, device)
     mhz: Times = {}
     times = interleaved(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick, clocks=mhz)
     line = _line(case, device, group, plan, times, equal, calls)
@@ -154,19 +152,6 @@ def _bitwise_equal(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             f"({differing} of {want.numel()} elements on rank {group.rank}): a bug; no time is reported"
         )
     return True
-
-
-def _calls(call: Callable[[], object], device: torch.device) -> int:
-    """Calls per timed region, the same on every rank."""
-    from .timing import _time
-
-    call()
-    us = torch.tensor([_time(call, 1, device)], dtype=torch.float64, device=device)
-    dist.all_reduce(us, op=dist.ReduceOp.MAX)
-    if device.type != "cuda":
-        return 1
-    # long calls one by one: what is compared should lie close together in time, since the clocks drift
-    return min(40, math.ceil(_TARGET_ROUND_US / us.item()))
 
 
 def _us(value: float | None) -> float | None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from .clock import Clock
 
 Times = dict[str, list[float]]
+TARGET_ROUND_US = 6000.0  # length of a timed region: long against launch jitter, short against clock drift
 
 # two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom; 1.96 beyond
 _T95 = (
@@ -82,6 +83,17 @@ def interleaved(
                     clocks.setdefault(name, []).append(-mhz)
         tick()
     return times
+
+
+def calls_per_round(call: Callable[[], object], device: torch.device) -> int:
+    """How many calls of this length a timed region has, the same on every rank. Collective over the default group."""
+    call()
+    us = torch.tensor([_time(call, 1, device)], dtype=torch.float64, device=device)
+    dist.all_reduce(us, op=dist.ReduceOp.MAX)
+    if device.type != "cuda":
+        return 1
+    # long calls one by one: what is compared should lie close together in time, since the clocks drift
+    return min(40, math.ceil(TARGET_ROUND_US / us.item()))
 
 
 def _time(call: Callable[[], object], calls: int, device: torch.device) -> float:

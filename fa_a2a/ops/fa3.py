@@ -23,7 +23,7 @@ from .pace import slice_pace_ns
 OWN_LAST = 1  # params.cuh's Order
 
 
-class _FA3:
+class FA3:
     name = "fa3"
     can_fuse = True
     can_release = True
@@ -121,5 +121,5 @@ def _arguments(release: Release) -> tuple[Any, ...]:
     return (release.peer_blocks, release.counter, *words)
 
 
-def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool) -> _FA3:
-    return _FA3(device, head_dim, str(dtype).removeprefix("torch."), FA3_TILES[head_dim])
+def make(device: torch.device, dtype: torch.dtype, head_dim: int, with_lse: bool, fused: bool) -> FA3:
+    return FA3(device, head_dim, str(dtype).removeprefix("torch."), FA3_TILES[head_dim])

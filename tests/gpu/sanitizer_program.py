@@ -16,7 +16,7 @@ from test_persistent import Case, Signals, kernels  # noqa: E402
 
 from fa_a2a.comm.symmetric import Release  # noqa: E402
 from fa_a2a.layout import ExchangeShape  # noqa: E402
-from fa_a2a.ops.fa3 import _FA3  # noqa: E402
+from fa_a2a.ops.fa3 import FA3  # noqa: E402
 from fa_a2a.ops.fused import local_sink  # noqa: E402
 from fa_a2a.xstage.tiles import FA3_TILES  # noqa: E402
 
@@ -61,7 +61,7 @@ def fa3(device, dim):
     flags = int(Flags.ADVANCE | Flags.PUBLISH)
     release = Release(signals.table, 1, 4, signals.record.data_ptr(), signals.counter, flags, 10**9)
     for tile in FA3_TILES[dim]:
-        kernel = _FA3(device, dim, "bfloat16", (tile,))
+        kernel = FA3(device, dim, "bfloat16", (tile,))
         want, _ = kernel.local(q, k, v, 0.1, 1, True)
         for launch in kernel.launches(q, k, v, 0.1, sink, True, release):
             launch()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fa_a2a.comm.symmetric import Release
 from fa_a2a.layout import EPOCH_WORD, READY_WORD, SIGNAL_WORDS, ExchangeShape
 from fa_a2a.ops import kernels
-from fa_a2a.ops.fa3 import _FA3
+from fa_a2a.ops.fa3 import FA3
 from fa_a2a.ops.fused import local_sink
 from fa_a2a.ops.kernels import Sink
 from fa_a2a.xstage.tiles import FA3_TILES
@@ -204,7 +204,7 @@ def test_tiles_compute_the_same_bits(device, fa3, head_dim):
     fa3(torch.bfloat16, head_dim)
     q, k, v = draw(device, 2, 1000, 777, 6, 3, head_dim, torch.bfloat16)
     got = [
-        _FA3(device, head_dim, "bfloat16", (tile,)).local(q, k, v, head_dim**-0.5, 1, True)
+        FA3(device, head_dim, "bfloat16", (tile,)).local(q, k, v, head_dim**-0.5, 1, True)
         for tile in FA3_TILES[head_dim]
     ]
     for o, lse in got[1:]:
