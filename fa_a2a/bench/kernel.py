@@ -28,6 +28,7 @@ from ..ops.kernels import Qkv
 from ..xstage.speeds import FORM
 from ..xstage.tiles import Tile
 from . import one_gpu, record
+from .alone import candidates
 
 Variants = list[tuple[tuple[int, int], str]]
 CHUNKS = 4
@@ -103,7 +104,7 @@ def _adapters(case: Case, variants: Variants, device: torch.device) -> dict[str,
         found[f"fa3 {FORM}"] = found["fa3"]
     if kernels.problem("fa4", device, dtype, case.head_dim, False) is None:
         fa4: Any = load("fa4", fused=chunked)
-        found |= {"fa4": fa4} | {f"fa4 {name}": adapter for name, adapter in fa4.alternatives().items()}
+        found |= candidates("fa4", fa4, (1, case.seq_len, case.local_heads, case.head_dim), " ")
         if chunked:
             found[f"fa4 {FORM}"] = fa4
     return found

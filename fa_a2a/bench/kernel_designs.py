@@ -32,6 +32,7 @@ from ..ops import fused, kernels
 from ..ops.kernels import Qkv, Sink
 from ..ops.pace import slice_pace_ns
 from . import one_gpu, record
+from .alone import candidates
 from .timing import paired
 
 STOCK = "stock"
@@ -106,10 +107,9 @@ class _Forms:
     def chosen(self, names: list[str]) -> dict[str, Call]:
         """Checked calls; those of the stock kernel's tiles are "stock" and "stock ROWSxKEYS"."""
         q, k, v = self.qkv
-        found: dict[str, Call] = {STOCK: partial(self.fa4.local, q, k, v, self.scale, 1, False)}
+        stock = candidates(STOCK, self.fa4, q.shape, " ")
+        found: dict[str, Call] = {n: partial(a.local, q, k, v, self.scale, 1, False) for n, a in stock.items()}
         want = self.fa4.local(q, k, v, self.scale, 1, False)[0]
-        for tile, adapter in self.fa4.alternatives().items():
-            found[f"{STOCK} {tile}"] = partial(adapter.local, q, k, v, self.scale, 1, False)
         for name in names:
             if name != STOCK:
                 found[name] = self._form(name)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..errors import UnsupportedError
 from ..nn import UlyssesAttention
 from ..ops import overlap, serial
+from .alone import candidates
 from .graphs import first_line
 from .layer_case import Layer, Way
 
@@ -37,10 +38,7 @@ def ways(layer: Layer, names: tuple[str, ...]) -> tuple[dict[str, Way], dict[str
 def alone(layer: Layer) -> dict[str, Way]:
     """The kernel alone on this rank's heads, with each tile that could be the best one."""
     q, k, v = serial.scatter(layer.q, layer.k, layer.v, layer.group)
-    adapters = {"attention": layer.plan.adapter}
-    for tile, adapter in getattr(layer.plan.adapter, "alternatives", dict)().items():
-        adapters[f"attention_{tile}"] = adapter
-    scale = layer.plan.request.scale
+    scale, adapters = layer.plan.request.scale, candidates("attention", layer.plan.adapter, q.shape)
     return {
         name: Way(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False)[0], layer.case.kernel, "")  # type: ignore[misc]
         for name, adapter in adapters.items()

@@ -36,6 +36,7 @@ from ..ops import fused, serial
 from ..ops.functional import HeadShards, attention_gather
 from ..ops.plan import Plan
 from ..xstage import hidden_fraction, speedup
+from .alone import candidates
 from .clock import at_clock_of
 from .graphs import agree, capture_everywhere
 from .record import environment
@@ -112,7 +113,7 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
             notes["serial_graph_note"] = reason
         else:
             methods["serial_graph"] = Method(replay)
-    for name, adapter in _alone(plan).items():
+    for name, adapter in candidates("fa_only", plan.adapter, q.shape).items():
         methods[name] = Method(lambda adapter=adapter: adapter.local(q, k, v, scale, 1, False))  # type: ignore[misc]
     calls = calls_per_round(methods["fused_local"].call, device)
     mhz: Times = {}
@@ -126,12 +127,6 @@ def _replayed(call: Callable[[], torch.Tensor], group: Group) -> tuple[Callable[
     call()
     captured, reason = capture_everywhere(call, 1, "capture of serial attention", partial(agree, group))
     return (None, reason) if captured is None else (captured[0].replay, "")
-
-
-def _alone(plan: Plan) -> dict[str, Any]:
-    """Adapters whose better one is fa_only, by method name."""
-    others: dict[str, Any] = getattr(plan.adapter, "alternatives", dict)()
-    return {"fa_only": plan.adapter} | {f"fa_only_{name}": adapter for name, adapter in others.items()}
 
 
 def _bitwise_equal(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -74,15 +74,16 @@ class _FA4:
             self._causal = load_forward(head_dim, name, arch, self.num_sms, tile, with_lse, heads_per_kv, causal=True)
         self._made_for = (device, dtype, head_dim, with_lse, arch)
 
-    def alternatives(self) -> dict[str, _FA4]:
-        """The same kernel with the tiles that could be better for attention alone; the sweep compares with the best.
-        Where launches choose, each of the tiles for itself, so that a wrong choice shows."""
+    def alternatives(self, rows: int, heads: int) -> dict[str, _FA4]:
+        """The same kernel with each tile that could be better for attention alone than that of a launch over so many
+        rows and heads (as `tile` has them), which is not among them. The benchmarks compare with the best."""
         from fa4_a2a.forward import FORWARD_TILES
 
         device, dtype, head_dim, with_lse, arch = self._made_for
-        tiles = FORWARD_TILES[arch, head_dim][1:2] if self._only else [(t.rows, t.keys) for t in self._tiles]
+        tiles = FORWARD_TILES[arch, head_dim][:2] if self._only else [(t.rows, t.keys) for t in self._tiles]
+        taken = self.tile(rows, heads)
         make = partial(_FA4, device, dtype, head_dim, with_lse, heads_per_kv=self.heads_per_kv)
-        return {f"{rows}x{keys}": make(tile=(rows, keys)) for rows, keys in tiles}
+        return {f"{r}x{k}": make(tile=(r, k)) for r, k in tiles if (r, k) != (taken.rows, taken.keys)}
 
     def tile(self, rows: int, heads: int) -> Tile:
         """Of a launch over so many rows of queries in each chunk, and heads of all its chunks together."""

@@ -6,8 +6,10 @@ import pytest
 import torch
 from fa4_a2a.forward import load_forward
 
+from fa_a2a.bench.alone import candidates
 from fa_a2a.comm.symmetric import Release
 from fa_a2a.layout import ExchangeShape
+from fa_a2a.ops import kernels
 from fa_a2a.ops.fa4 import _FA4
 from fa_a2a.ops.fused import local_sink
 from fa_a2a.ops.kernels import Sink
@@ -66,18 +68,40 @@ def test_grouped_heads_count_by_queries_and_causal_keeps_the_first_tile():
 
 
 def test_a_named_tile_is_the_only_one():
-    kernel = _FA4(CPU, BF16, 64, False)
-    named = kernel.alternatives()
-    assert list(named) == ["192x128", "128x128"], "what a benchmark compares the choice with"
-    for tile, alone in zip(FA4_TILES[64], named.values(), strict=True):
+    for tile in FA4_TILES[64]:
+        alone = _FA4(CPU, BF16, 64, False, tile=(tile.rows, tile.keys))
         for seq in (4608, 8192):
             (took,) = tiles(alone, launches(alone, 1, seq, 6, 64, 4, None))
             assert took[:2] == tile[:2] and alone.tile(seq, 6) is took
 
 
-def test_head_dim_128_has_one_tile_and_another_to_compare_with():
+@pytest.mark.parametrize(
+    ("dim", "batch", "seq", "others"),
+    [
+        (64, 1, 4608, ["192x128"]),
+        (64, 1, 8192, ["128x128"]),
+        (64, 2, 2304, ["192x128"]),  # as many tiles as the first
+        (64, 2, 4608, ["128x128"]),  # 288 large ones fill 3 waves, 432 small ones 4
+        (128, 1, 4608, ["128x176"]),
+        (128, 2, 8192, ["128x176"]),
+    ],
+)
+def test_attention_alone_is_timed_once_with_each_tile(dim, batch, seq, others):
+    """With the tile that a launch takes, and with the others: the best of two series of one tile would be too low."""
+    q = torch.empty(batch, seq, 6, dim, dtype=BF16)
+    found = candidates("alone", _FA4(CPU, BF16, dim, False), q.shape)
+    assert list(found) == ["alone", *(f"alone_{tile}" for tile in others)]
+    taken = [next(t for t, b in kernel._built.items() if b is kernel._for(q))[:2] for kernel in found.values()]
+    assert [f"{rows}x{keys}" for rows, keys in taken[1:]] == others and len(set(taken)) == len(taken)
+
+
+def test_a_kernel_without_tiles_to_compare_with_is_timed_alone():
+    kernel = kernels.load("cpu", CPU, BF16, 64, False, False)
+    assert candidates("alone", kernel, (1, 4608, 6, 64)) == {"alone": kernel}
+
+
+def test_head_dim_128_has_one_tile():
     kernel = _FA4(CPU, BF16, 128, False, fused=True)
     assert [t[:2] for t in kernel._built] == [(128, 160)]
-    assert list(kernel.alternatives()) == ["128x176"]
     (made,) = launches(kernel, 1, 4608, 6, 128, 4, Release.none(CPU))
     assert made.func is kernel._only.persistent and made.args[6] == slice_pace_ns(128, 4608, 128, 2, 132, 16)

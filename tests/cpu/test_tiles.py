@@ -146,8 +146,10 @@ def recorded_speeds(lines, head_dim, first, other):
 
 
 def built(line):
-    """(rows, keys) of a build of one tile, staged in the case of fa3; None of others."""
+    """(rows, keys) of a build of one tile, staged in the case of fa3, or of the one that was chosen; None of others."""
     tile, _, output = line["build"].partition("/")
+    if tile == "default":
+        tile = line.get("tile", "")
     return tuple(map(int, tile.split("x"))) if output in ("", "staged") and "x" in tile else None
 
 
