@@ -107,7 +107,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", help="profile to take attention's speed from; a shipped one of this device by default"
     )
-    parser.add_argument("--attention-tflops", type=float, help="attention's speed instead")
+    parser.add_argument("--attention-tflops", type=float, help="attention's speed at head_dim 128 instead")
     checks.add_out(parser, "calibrate")
     parser.add_argument("--profile-out", type=Path, help=f"the profile; {results}/NAME.json by default")
     parser.add_argument("--plot", type=Path, help="the plot; beside the profile by default")

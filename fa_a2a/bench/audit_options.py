@@ -68,7 +68,9 @@ def _bounds(arguments: argparse.Namespace, call: dict[str, int], profile: Platfo
     rows = 128 if arguments.tile_rows is None else arguments.tile_rows
     shape = AttentionShape(**call, tile_rows=rows)
     own_chunk: OwnChunk = arguments.own_chunk or "first"
-    audit = audit_attention(shape, profile, store=store, own_chunk=own_chunk)
+    stock = design("stock")
+    speed = stock.tile_speed(shape)
+    audit = audit_attention(shape, profile, store=store, own_chunk=own_chunk, kernel=stock.kernel, tile_speed=speed)
     print(audit.explain())
     terms = audit.terms
     print(

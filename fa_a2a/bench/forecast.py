@@ -78,6 +78,7 @@ def fields(case: Case, num_ranks: int, chosen: KernelDesign, profile: PlatformPr
         "predicted_ready_us": None if cost.ready_us is None else round(cost.ready_us, 2),
         "predicted_terms_us": {term.name: round(term.us, 2) for term in cost.terms},
         "predicted_design": chosen.name,
+        "predicted_attention": cost.audit.rate_in_words,
         "predicted_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "profile": profile.name,
         "profile_hash": profile_hash(profile),

@@ -22,13 +22,14 @@ from ..layout import Word
 from ..ops import fused, kernels, serial
 from ..ops.functional import HeadShards
 from ..xstage import design
+from ..xstage.speeds import PROFILE_HEAD_DIM
 from . import record
 from .sweep import Case, inputs
 from .timing import Method, interleaved
 
 KIND = "publication"
 SEQ_LENS = (4608, 8192)  # two: the publication must not depend on it
-LOCAL_HEADS, HEAD_DIM, CALLS = 6, 128, 20
+LOCAL_HEADS, HEAD_DIM, CALLS = 6, PROFILE_HEAD_DIM, 20
 METHODS = ("alone", "inside", "boundary")
 
 

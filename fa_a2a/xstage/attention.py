@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from . import burst_gap as bg
 from .platform import PlatformProfile, StoreName
 from .shape import AttentionShape, OwnChunk, remote_tiles_per_wave
+from .speeds import AttentionRate, rate_for
 
 _MIB = 1024**2
 
@@ -51,6 +52,9 @@ class AttentionAudit:
     profile: PlatformProfile
     store: StoreName
     own_chunk: OwnChunk
+    rate: AttentionRate
+    tile_speed: float
+    """What the Q-loop's time is from: a rate, and the share of it that tiles of the shape's form reach."""
     gap_us: float
     """The Q-loop of one tile: G."""
     volume_bytes: int
@@ -86,6 +90,11 @@ class AttentionAudit:
         return "one wave" if len(self.waves) == 1 else f"{len(self.waves)} waves"
 
     @property
+    def rate_in_words(self) -> str:
+        tiles = f"{self.shape.tile_rows}x{self.shape.key_tile}"
+        return self.rate.words + ("" if self.tile_speed == 1 else f"; of it tiles of {tiles} reach {self.tile_speed:g}")
+
+    @property
     def sender_us(self) -> float:
         """Predicted sender-visible residual of the whole call (`batch` launches one after another)."""
         return self.shape.batch * self.terms.total_us
@@ -111,6 +120,7 @@ class AttentionAudit:
             [
                 f"{p.name}, {self.store} stores: batch {s.batch}, {s.seq_len} tokens, {s.num_heads} heads of "
                 f"{s.head_dim}, {s.num_ranks} ranks, tiles of {s.tile_rows} rows",
+                f"attention at {self.rate_in_words}",
                 f"rate bound {'holds' if self.bounds.rate_holds else 'is broken'}: bursts need a gap of "
                 f"{self.recovery_gap_us:.1f} us, the Q-loop gives {self.gap_us:.1f} us "
                 f"(covered from {self.covering_keys} keys on)",
@@ -131,17 +141,19 @@ def audit_attention(
     *,
     store: StoreName = "bulk",
     own_chunk: OwnChunk = "first",
+    kernel: str = "fa4",
     tile_speed: float = 1.0,
 ) -> AttentionAudit:
     """Audit one shape on one platform. ProfileError if the profile has another number of ranks or lacks `store`.
 
-    Point predictions use the middle of the capacity's range, the bound its low end. tile_speed: of the shape's tile, as
-    part of the profile's rate of attention.
+    Point predictions use the middle of the capacity's range, the bound its low end. kernel: of the library, whose rate
+    of attention is taken where the profile has none for the head_dim. tile_speed: of the shape's tile, as part of it.
     """
     profile.check_fits(num_ranks=shape.num_ranks)
     kind, rate_gb_s, num_sms = profile.store(store), profile.rate_gb_s, profile.num_sms
     floor_us, middle_bytes = kind.issue_us, kind.capacity.middle_bytes
-    full_speed_us = profile.attention.key_tile_us(
+    rate = rate_for(profile, kernel, shape.head_dim)
+    full_speed_us = rate.speed.key_tile_us(
         tile_rows=shape.tile_rows, key_tile=shape.key_tile, head_dim=shape.head_dim, num_sms=num_sms
     )
     sigma_us = full_speed_us / tile_speed
@@ -175,6 +187,8 @@ def audit_attention(
         profile=profile,
         store=store,
         own_chunk=own_chunk,
+        rate=rate,
+        tile_speed=tile_speed,
         gap_us=gap_us,
         volume_bytes=volume_bytes,
         waves=waves,

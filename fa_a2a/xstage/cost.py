@@ -84,6 +84,7 @@ class CostPrediction:
                 f"{shape.num_ranks} ranks; {audit.tiles} tiles of {shape.tile_rows} rows in {audit.waves_in_words}, "
                 f"{last[1]} of the last {last[0]} remote; Q-loop {audit.gap_us:.1f} us, V/R "
                 f"{_drain(audit.volume_bytes, audit.profile):.1f} us{leave}",
+                f"attention at {audit.rate_in_words}",
                 *(f"  {term.us:6.1f} us  {term.words}" for term in shown),
                 *(
                     []
@@ -100,15 +101,23 @@ def predict_cost(
     shape: AttentionShape, profile: PlatformProfile, kernel: KernelDesign, *, store: StoreName = "bulk"
 ) -> CostPrediction:
     """Predict one call's cost. ProfileError if the profile has another number of ranks or lacks `store`."""
-    speed = kernel.tile_speed(shape)
-    audit = audit_attention(shape, profile, store=store, own_chunk=kernel.own_chunk, tile_speed=speed)
+    audit = audit_attention(
+        shape,
+        profile,
+        store=store,
+        own_chunk=kernel.own_chunk,
+        kernel=kernel.kernel,
+        tile_speed=kernel.tile_speed(shape),
+    )
     publish_us = profile.publish_inside_us if kernel.publication == "inside" else profile.publish_us
     if not kernel.staged:
         return CostPrediction(kernel, audit, 0.0, _stock_terms(audit), publish_us)
     leave_us = 0.0
     if kernel.headroom is not None:
-        full_speed_us = speed * audit.gap_us  # the launch's pace (ops/pace.py) goes by that, whatever the tile
-        leave_us = min(kernel.headroom * _drain(audit.volume_bytes, profile), full_speed_us / 2)
+        tile = {"tile_rows": shape.tile_rows, "key_tile": shape.key_tile, "head_dim": shape.head_dim}
+        sigma_us = profile.attention.key_tile_us(**tile, num_sms=profile.num_sms)
+        paced_us = shape.key_tiles * sigma_us  # the launch's pace (ops/pace.py) goes by that, whatever tile or head_dim
+        leave_us = min(kernel.headroom * _drain(audit.volume_bytes, profile), paced_us / 2)
     return CostPrediction(kernel, audit, leave_us, _staged_terms(audit, leave_us), publish_us)
 
 

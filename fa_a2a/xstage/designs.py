@@ -39,6 +39,8 @@ class KernelDesign:
     words: str
     one_launch: bool = False
     """One launch does all batch entries, whose heads then follow each other as those of one entry do."""
+    kernel: str = "fa4"
+    """Of the library, in whose name its attention's speeds are measured."""
     choices: Mapping[int, tuple[Tile, ...]] = field(default_factory=dict)
     """By head_dim the tiles of which a launch takes the quickest, where there is more than one."""
 
@@ -119,6 +121,7 @@ DESIGNS: dict[str, KernelDesign] = {
             publication="inside",
             words="the C++ kernel: as persistent, with tiles of its own, and one launch for all batch entries",
             one_launch=True,
+            kernel="fa3",
             choices=FA3_TILES,
         ),
     )

@@ -107,7 +107,8 @@ class StoreKind:
 class AttentionSpeed:
     """How long an SM works on a (tile_rows, head_dim) tile for each key tile: exactly one of the two is given.
 
-    `tflops` is the rate of all SMs together while every one is busy (4 * rows * keys * head_dim flops a tile);
+    `tflops` is the rate of all SMs together while every one is busy (4 * rows * keys * head_dim flops a tile), at
+    head_dim 128; those of other head_dims are in speeds.py.
     `sigma_us_per_key_tile` is measured for 128 rows, 128 keys, head_dim 128 and scaled by flops to other tiles.
     """
 
@@ -120,6 +121,11 @@ class AttentionSpeed:
         for name in ("tflops", "sigma_us_per_key_tile"):
             if getattr(self, name) is not None:
                 _number(f"attention.{name}", getattr(self, name))
+
+    def __str__(self) -> str:
+        if self.sigma_us_per_key_tile is not None:
+            return f"{self.sigma_us_per_key_tile:g} us for 128 rows and 128 keys of head_dim 128"
+        return f"{self.tflops:.1f} TFLOP/s"
 
     def key_tile_us(self, *, tile_rows: int, key_tile: int, head_dim: int, num_sms: int) -> float:
         """Time in us that one SM needs for one (tile_rows, key_tile, head_dim) step."""

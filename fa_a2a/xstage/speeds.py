@@ -4,6 +4,9 @@ A kernel's speed is the rate of all SMs together while every one is busy (tiles.
 head_dim. fa4's is the median over the shapes that were measured; another kernel's is fa4's times the median of the
 ratios that were paired round by round, so that the drift of the clocks is in none of them. `scatter` is how far the
 ratio of a single shape lies from that median, at most: what is closer than that, the table does not know.
+
+A prediction's attention goes by the platform's profile at PROFILE_HEAD_DIM, and at other head_dims, which have other
+rates (64 has 0.83 of it), by this table: `rate_for`.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from typing import Any, NamedTuple
 
 from ..errors import ProfileError
 from .designs import KernelDesign, design_of
+from .platform import AttentionSpeed, PlatformProfile
 from .shape import AttentionShape
 from .tiles import attention_us
 
 FORM = "fused"  # the build of a line whose kernel stored its tiles chunk by chunk, as in a fused call
+PROFILE_HEAD_DIM = 128  # at which profiles have attention's speed: fa-a2a calibrate measures it there
 _REFERENCE = "fa4"
 _CAPABILITIES = {"NVIDIA H200": (9, 0)}  # of the devices that a table is shipped for
 
@@ -29,6 +34,26 @@ _CAPABILITIES = {"NVIDIA H200": (9, 0)}  # of the devices that a table is shippe
 class Speed(NamedTuple):
     tflops: float
     scatter: float  # of its ratio to fa4, as part of it
+
+
+class AttentionRate(NamedTuple):
+    """What a prediction takes attention's time from. head_dim: at which it was measured, the shape's or another."""
+
+    speed: AttentionSpeed
+    head_dim: int
+    words: str
+
+
+def rate_for(profile: PlatformProfile, kernel: str, head_dim: int) -> AttentionRate:
+    """The rate that is known for this head_dim: the profile's, or the kernel's as measured on the profile's device;
+    where none is, the profile's, which its words then say."""
+    if head_dim != PROFILE_HEAD_DIM and (found := shipped_speeds(profile.device).get((kernel, head_dim))):
+        speed = AttentionSpeed(tflops=found.tflops)
+        return AttentionRate(speed, head_dim, f"{speed}, measured of {kernel} at head_dim {head_dim}")
+    words = f"{profile.attention}, the profile's at head_dim {PROFILE_HEAD_DIM}"
+    if head_dim != PROFILE_HEAD_DIM:
+        words += f", TAKEN FOR {head_dim}, for which none of {kernel} is known on {profile.device}"
+    return AttentionRate(profile.attention, PROFILE_HEAD_DIM, words)
 
 
 @lru_cache(maxsize=8)

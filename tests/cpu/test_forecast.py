@@ -30,6 +30,15 @@ def test_fields_of_a_line():
     assert fields(profile="h200x4", kernel="stock")["predicted_sender_us"] == 7.78
 
 
+def test_fields_say_whose_rate_of_attention_it_is():
+    assert fields()["predicted_attention"] == "710.0 TFLOP/s, the profile's at head_dim 128"
+    small = fields(dataclasses.replace(CASE, head_dim=64))["predicted_attention"]
+    assert small.startswith("571.0 TFLOP/s, measured of fa4 at head_dim 64")
+    # 571 is the fused fa4's; fa3 has its own
+    fa3 = fields(dataclasses.replace(CASE, head_dim=64, kernel="fa3"), kernel="fa3")["predicted_attention"]
+    assert fa3.startswith("557.4 TFLOP/s, measured of fa3 at head_dim 64")
+
+
 def test_which_profile(tmp_path):
     assert forecast.profile_for(None, 2, "NVIDIA H200") == load_profile("h200x2")
     assert "no profile of NVIDIA H200 x 8 is shipped" in forecast.profile_for(None, 8, "NVIDIA H200")

@@ -167,7 +167,7 @@ def test_audit_properties(shape: AttentionShape, own_chunk: str, store: str) -> 
     assert audit.terms.wave_wait_us <= audit.full_wave_wait_us
     assert 0 <= audit.terms.total_us == audit.sender_us
     assert audit.ready_us is not None and audit.ready_us >= audit.sender_us
-    assert audit.explain().count("\n") == 5
+    assert audit.explain().count("\n") == 6
 
 
 # Table 3, us: columns M = 8192, 16384, 32768, 49152, 65536. The two FA3 rows run at Hopper speed.

@@ -1,5 +1,6 @@
 """Costs of our kernels, predicted from profile and shape alone, beside those recorded on 2x and 4x H200."""
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -24,6 +25,7 @@ from fa_a2a.xstage import (
     shipped_profile,
 )
 from fa_a2a.xstage.convergence import TOLERANCE_US, report, verdict
+from fa_a2a.xstage.speeds import PROFILE_HEAD_DIM, rate_for, shipped_speeds
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 H200X4, H200X2 = load_profile("h200x4"), load_profile("h200x2")
@@ -92,6 +94,20 @@ def test_stock_is_the_audit():
     assert cost.sender_us == audit.sender_us and cost.ready_us == audit.ready_us
 
 
+def test_rate_of_a_head_dim_is_the_one_measured_for_it_or_says_that_it_is_anothers():
+    for kernel, profile in (("fa4", H200X2), ("fa3", H200X4)):
+        for head_dim in (64, 96, PROFILE_HEAD_DIM):
+            rate, known = rate_for(profile, kernel, head_dim), shipped_speeds(profile.device).get((kernel, head_dim))
+            if head_dim == PROFILE_HEAD_DIM or known is None:
+                assert (rate.speed, rate.head_dim) == (profile.attention, PROFILE_HEAD_DIM)
+            else:
+                assert (rate.speed.tflops, rate.head_dim) == (known.tflops, head_dim)
+            assert ("TAKEN FOR 96" in rate.words) == (head_dim == 96)
+    elsewhere = dataclasses.replace(H200X4, device="NVIDIA B200")
+    assert rate_for(elsewhere, "fa4", 64).speed == H200X4.attention
+    assert rate_for(elsewhere, "fa4", 64).words.endswith("for which none of fa4 is known on NVIDIA B200")
+
+
 def test_designs_tile_and_pace_as_the_kernels_do():
     for head_dim, (rows, keys) in design("persistent").tiles.items():
         assert persistent.persistent_tile(head_dim, "sm_90a") == (rows, keys)
@@ -116,7 +132,8 @@ def test_the_q_loop_of_a_slower_tile_is_longer(name):
     assert (short.shape.tile_rows, long.shape.tile_rows) == (second.rows, first.rows)
     per_key = [audit.gap_us / audit.shape.key_tiles for audit in (short, long)]
     assert per_key[0] / per_key[1] == pytest.approx(second.rows / first.rows / second.speed)
-    assert per_key[1] == pytest.approx(4 * first.rows * first.keys * 64 * 132 / 710e6)
+    tflops = shipped_speeds("NVIDIA H200")[design(name).kernel, 64].tflops
+    assert per_key[1] == pytest.approx(4 * first.rows * first.keys * 64 * 132 / (tflops * 1e6))
 
 
 def test_batch_entries_are_launches_but_where_one_launch_does_all():
