@@ -25,7 +25,7 @@ from .cache import load_or_compile
 from .checks import check_dtype
 from .persistent import Build, persistent_tile
 from .scatter import PIECE_BYTES, WARP
-from .signal import FINGERPRINT, MAX_PARTS, PARTS
+from .signal import MAX_PARTS
 
 if TYPE_CHECKING:
     import torch
@@ -186,15 +186,15 @@ class OverlapPlan:
         kernel: OverlapForward,
         geometry: Geometry,
         sends: Sequence[Send],
-        rank: int,
         sources: Sequence[int],
         chunk_at: Sequence[int],
         addresses: Sequence[Sequence[int]],
-        blocks: Sequence[int],
+        words: Sequence[tuple[int, int]],
         device: torch.device,
     ) -> None:
         """sources: the rank whose chunk is c here. chunk_at: which chunk is mine on each rank. addresses: of every
-        rank's Q, K, V as mapped here, [3][P]. blocks: of every rank's signal block."""
+        rank's Q, K, V as mapped here, [3][P]. words: where this rank's part 0 and its fingerprint are told to each
+        rank, in that one's signal block; further parts behind part 0."""
         import torch
 
         ranks, row_bytes = geometry.num_ranks, geometry.heads * geometry.head_dim * geometry.itemsize
@@ -207,8 +207,8 @@ class OverlapPlan:
         for (distance, part), step in zip(sends, geometry.steps(sends), strict=True):
             peer = chunk_at.index(distance)
             at = (distance * geometry.rows, *(2 * [geometry.keys - (distance + 1) * geometry.rows]))
-            table += [*step, peer, blocks[peer] + 8 * (PARTS + MAX_PARTS * rank + part)]
-            table += [blocks[peer] + 8 * (FINGERPRINT + rank)]
+            parts, mark = words[peer]
+            table += [*step, peer, parts + 8 * part, mark]
             table += [buffers[peer] + row * row_bytes for buffers, row in zip(addresses, at)]
         self.kernel, self.geometry = kernel, geometry
         self._tables = (

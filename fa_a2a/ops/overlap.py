@@ -18,10 +18,10 @@ import torch
 from ..comm.symmetric import Release
 from ..comm.workspace import Workspace
 from ..errors import UnsupportedError
-from ..layout import fingerprint
+from ..layout import FINGERPRINT_WORD, MAX_PARTS, PARTS_WORD, ExchangeShape, fingerprint
 from . import serial
 from .fused import peer_sink
-from .kernels import Qkv, loadable
+from .kernels import Qkv, Sink, loadable
 from .overlap_schedule import ARCH, Schedule, schedule
 from .pace import slice_pace_ns
 from .trace import step
@@ -43,11 +43,54 @@ def load(device: torch.device, dtype: str, head_dim: int, with_lse: bool) -> Ove
     return load_overlap(head_dim, dtype, ARCH, num_sms, with_lse=with_lse)
 
 
+def geometry(shape: ExchangeShape, kernel: OverlapForward, chosen: Schedule) -> Geometry:
+    from fa4_a2a.overlap import Geometry
+
+    sizes = (shape.local_seq, shape.local_heads, shape.head_dim, shape.num_ranks)
+    return Geometry(*sizes, kernel.tile.keys, chosen.kv_parts, shape.itemsize)
+
+
+def sends(shape: ExchangeShape, kernel: OverlapForward, chosen: Schedule) -> list[Send]:
+    """What a rank sends, in order."""
+    from fa4_a2a.overlap import send_order
+
+    own = geometry(shape, kernel, chosen).own_rows > 0
+    order: list[Send] = send_order(shape.num_ranks, chosen.kv_parts, chosen.queries_first, own=own)
+    return order
+
+
+def words(block: int, rank: int) -> tuple[int, int]:
+    """Where `rank` tells the owner of a signal block that its part 0 is there, and its configuration."""
+    return block + 8 * (PARTS_WORD + MAX_PARTS * rank), block + 8 * (FINGERPRINT_WORD + rank)
+
+
+def attention(
+    shape: ExchangeShape, kernel: OverlapForward, chosen: Schedule, qkv: Qkv, sink: Sink, scale: float, with_lse: bool
+) -> tuple[Any, ...]:
+    """The kernel's arguments up to num_sms. qkv: (1, S, h, D) each, Q in chunk order."""
+    if len(sink.by_run) != 1:
+        raise UnsupportedError("the peers' memory does not lie at equal strides; use exchange='fused'")
+    ((_, o, lse),) = sink.by_run
+    q, k, v = qkv
+    chunks = (shape.num_ranks, shape.local_seq, shape.local_heads, shape.head_dim)
+    rest = (shape.seq_len, shape.head_dim, shape.itemsize, kernel.num_sms)
+    return (
+        q.view(chunks),
+        *(x.expand(shape.num_ranks, -1, -1, -1) for x in (k, v)),
+        o[0],
+        lse[0] if with_lse else None,
+        scale,
+        slice_pace_ns(kernel.tile.rows, *rest, SLICE_ROWS),
+        chosen.own_first,
+        kernel.num_sms,
+    )
+
+
 class Prepared:
     """What does not change from call to call of one plan on one workspace."""
 
     def __init__(self, plan: Plan, workspace: Workspace, chosen: Schedule | None = None) -> None:
-        from fa4_a2a.overlap import Geometry, OverlapPlan, send_order
+        from fa4_a2a.overlap import OverlapPlan
 
         from ..comm.nvshmem import Nvshmem
 
@@ -56,49 +99,20 @@ class Prepared:
         kernel = load(memory.device, request.dtype, shape.head_dim, request.with_lse)
         if chosen is None:
             chosen = schedule(shape, kernel.tile.rows, kernel.num_sms)
-        geometry: Geometry = Geometry(
-            shape.local_seq,
-            shape.local_heads,
-            shape.head_dim,
-            shape.num_ranks,
-            kernel.tile.keys,
-            chosen.kv_parts,
-            shape.itemsize,
-        )
-        sends: list[Send] = send_order(
-            shape.num_ranks, chosen.kv_parts, chosen.queries_first, own=geometry.own_rows > 0
-        )
         self._launch = OverlapPlan(
             kernel,
-            geometry,
-            sends,
-            rank,
+            geometry(shape, kernel, chosen),
+            sends(shape, kernel, chosen),
             workspace.owners,
             workspace.my_chunk_at,
             [[workspace.address(name, peer) for peer in range(shape.num_ranks)] for name in "qkv"],
-            workspace.signals.addresses,
+            [words(block, rank) for block in workspace.signals.addresses],
             memory.device,
         )
         dtype = request.torch_dtype
         q, k, v = (workspace.head_sharded(name, rank, shape, dtype) for name in "qkv")
         sink = peer_sink(workspace, shape, dtype)
-        if len(sink.by_run) != 1:
-            raise UnsupportedError("the peers' memory does not lie at equal strides; use exchange='fused'")
-        ((_, o, lse),) = sink.by_run
-        chunks = (shape.num_ranks, shape.local_seq, shape.local_heads, shape.head_dim)
-        pace_ns = slice_pace_ns(
-            kernel.tile.rows, shape.seq_len, shape.head_dim, shape.itemsize, kernel.num_sms, SLICE_ROWS
-        )
-        self._attention: tuple[Any, ...] = (
-            q.view(chunks),
-            *(x.expand(shape.num_ranks, -1, -1, -1) for x in (k, v)),
-            o[0],
-            lse[0] if request.with_lse else None,
-            request.scale,
-            pace_ns,
-            chosen.own_first,
-            kernel.num_sms,
-        )
+        self._attention = attention(shape, kernel, chosen, (q, k, v), sink, request.scale, request.with_lse)
         self._send_pace_ns = chosen.send_pace_ns
         self._fingerprint = mark(plan)
         self._workspace = workspace

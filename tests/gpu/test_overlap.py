@@ -35,7 +35,7 @@ class Rank:
 
     def __init__(self, device, kernel, ranks, rows, heads, rank, kv_parts=2, queries_first=0, fused=False):
         from fa4_a2a.overlap import Geometry, OverlapPlan, send_order, whole_parts
-        from fa4_a2a.signal import BLOCK_WORDS, EPOCH, FINGERPRINT, RECORD_WORDS
+        from fa4_a2a.signal import BLOCK_WORDS, EPOCH, FINGERPRINT, MAX_PARTS, PARTS, RECORD_WORDS
 
         torch.manual_seed(rows + ranks)
         self.ranks, self.rows, self.heads, self.rank, self.device = ranks, rows, heads, rank, device
@@ -58,11 +58,10 @@ class Rank:
             kernel,
             geometry,
             send_order(ranks, kv_parts, queries_first, geometry.own_rows > 0),
-            rank,
             self.sources,
             [(rank - p) % ranks for p in range(ranks)],
             [[self.buffers[t, p].data_ptr() for p in range(ranks)] for t in range(3)],
-            addresses,
+            [(block + 8 * (PARTS + MAX_PARTS * rank), block + 8 * (FINGERPRINT + rank)) for block in addresses],
             device,
         )
         self.o = torch.full((ranks, rows, heads, 128), float("nan"), device=device).bfloat16()
