@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,9 @@ def profile_for(asked: str | None, num_ranks: int, device: str | None) -> Platfo
     return profile
 
 
-def predict(case: Case, num_ranks: int, device: torch.device) -> dict[str, Any]:
+def predict(case: Case, num_ranks: int, device: torch.device, measured_with: int | None = None) -> dict[str, Any]:
     """The row's fields of prediction: costs in us, term by term (one launch each), the profile and its hash, the time.
+    measured_with: GPUs that measure, if not as many as ranks; the profile is then theirs, as the links are.
     Without a profile that fits, or a kernel that the model knows: None each, and why in `prediction_note`. CPU
     processes: nothing, as a profile is of GPUs."""
     empty: dict[str, Any] = {"predicted_sender_us": None, "predicted_ready_us": None}
@@ -54,7 +56,7 @@ def predict(case: Case, num_ranks: int, device: torch.device) -> dict[str, Any]:
     chosen = design_of(case.kernel, torch.cuda.get_device_capability(device))
     if chosen is None:
         return empty | {"prediction_note": f"the model does not know kernel {case.kernel!r} on this GPU"}
-    profile = profile_for(case.profile, num_ranks, device_name(device))
+    profile = profile_for(case.profile, measured_with or num_ranks, device_name(device))
     if isinstance(profile, str):
         return empty | {"prediction_note": profile}
     if case.head_dim not in chosen.tiles:
@@ -72,7 +74,7 @@ def fields(case: Case, num_ranks: int, chosen: KernelDesign, profile: PlatformPr
         bytes_per_element=getattr(torch, case.dtype).itemsize,
         num_sms=profile.num_sms,
     )
-    cost = predict_cost(shape, profile, chosen)
+    cost = predict_cost(shape, replace(profile, num_ranks=num_ranks), chosen)
     return {
         "predicted_sender_us": round(cost.sender_us, 2),
         "predicted_ready_us": None if cost.ready_us is None else round(cost.ready_us, 2),

@@ -88,6 +88,43 @@ def _at_equal_clocks(line: dict[str, Any]) -> str:
     return f"{line['e_res_sender_equal_clock_us']:+.1f}, {_cost(line, 'cost_sender_equal_clock')}"
 
 
+def emulated_table(lines: Lines) -> str:
+    """Two GPUs that stand for more, beside what was published for so many ranks, kernel and sequence: rows of the
+    shapes that have such a row; the others stay in the result files."""
+    published = {(x["world_size"], x["kernel"], x["seq_len"]): x for x in lines if x.get("kind") == "published"}
+    heads = {(x["world_size"], x["num_heads"]) for x in published.values()}
+    header = ["P", "kernel", "S", "attention", "fused", "E_res", "E_res, cost at equal clocks", "predicted cost"]
+    header += ["published: attention", "fused", "E_res"]
+    rows = []
+    for x in _newest(lines, "emulated", ("num_ranks", "kernel", "num_heads", "seq_len")):
+        theirs = published.get((x["num_ranks"], x["kernel"], x["seq_len"]))
+        if theirs is None or (x["num_ranks"], x["num_heads"]) not in heads or not _is_shown(x):
+            continue
+        rows.append(
+            [
+                f"{x['num_ranks']}{_mark(x)}",
+                *(str(x[name]) for name in ("kernel", "seq_len")),
+                *(f"{x[name]:.1f}" for name in ("fa_only_us", "fused_sender_us")),
+                _e_res(x),
+                _at_equal_clocks(x),
+                _signed(x["predicted_sender_us"]),
+                *(f"{theirs[name]:.1f}" for name in ("fa_only_us", "fused_sender_us")),
+                _e_res(theirs),
+            ]
+        )
+    return _table(header, rows)
+
+
+def _e_res(line: dict[str, Any]) -> str:
+    """Sender-visible, us and as a share of attention."""
+    us = line["fused_sender_us"] - line["fa_only_us"]
+    return f"{us:+.1f} ({100 * us / line['fa_only_us']:+.1f} %)"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1f}"
+
+
 def layer_table(lines: Lines) -> str:
     """A row for each shape, us eager / in a graph, from the newest run of that shape, as those are comparable."""
     gpu = [line for line in lines if line.get("kind") == "layer" and _is_shown(line)]
@@ -215,6 +252,7 @@ def support_list(lines: Lines) -> str:
 
 TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
+    "emulated": emulated_table,
     "layer": layer_table,
     "dit": dit_table,
     "kernel": kernel_sentence,

@@ -77,6 +77,7 @@ _LAYER = (
 )
 _FILES = {  # what the figures of a kind of line depend on
     "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
+    "emulated": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "designs": _ONE_GPU,
     "kernel": _ONE_GPU,
@@ -85,6 +86,7 @@ _FILES = {  # what the figures of a kind of line depend on
     "calibrate": (*_SIGNAL, "fa4_a2a/burst*.py"),
     "exchange": (*_SIGNAL, "ops/scatter.py", "fa4_a2a/scatter*.py"),
     "layer": _LAYER,
+    "emulated_layer": _LAYER,
     "dit": (*_LAYER, "integrations/diffusers/*.py", "integrations/graph.py"),
     "dit_check": (*_LAYER, "integrations/diffusers/*.py", "integrations/graph.py"),
 }

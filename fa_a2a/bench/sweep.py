@@ -119,7 +119,7 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
     mhz: Times = {}
     times = interleaved(methods, rounds=case.rounds, calls=calls, device=device, align=barrier, tick=tick, clocks=mhz)
     line = _line(case, device, group, plan, times, equal, calls)
-    return line | notes | (_at_equal_clocks(times, mhz) if mhz else {}) | prediction
+    return line | notes | (differences_at_equal_clocks(times, mhz) if mhz else {}) | prediction
 
 
 def _replayed(call: Callable[[], torch.Tensor], group: Group) -> tuple[Callable[[], object] | None, str]:
@@ -163,10 +163,7 @@ def _line(
     calls: int,
 ) -> dict[str, Any]:
     median = {name: statistics.median(values) for name, values in times.items()}
-    alone = _best_alone(times)
-    cost_sender, ci_sender = paired(times["fused_sender"], times["fused_local"])
-    cost_ready, ci_ready = paired(times["fused_ready"], times["fused_local"])
-    serial_us, alone_us = min(median["serial"], median.get("serial_graph", math.inf)), median[alone]
+    serial_us, alone_us = min(median["serial"], median.get("serial_graph", math.inf)), median[_best_alone(times)]
     try:
         hidden = round(hidden_fraction(serial_us=serial_us, fused_us=median["fused_sender"], attention_us=alone_us), 3)
     except FaA2AError:
@@ -176,20 +173,10 @@ def _line(
     return {
         **environment("sweep", device, group.size, plan.kernel),
         **fields,
-        "fa_only_tile": alone.removeprefix("fa_only_") if alone != "fa_only" else "default",
-        "fa_only_us": _us(alone_us),
         "serial_us": _us(median["serial"]),
         **({"serial_graph_us": _us(median["serial_graph"])} if "serial_graph" in median else {}),
-        "fused_sender_us": _us(median["fused_sender"]),
-        "fused_ready_us": _us(median["fused_ready"]),
-        "fused_local_us": _us(median["fused_local"]),
         "fused_op_us": _us(median["fused_op"]),
-        "e_res_sender_us": _us(median["fused_sender"] - alone_us),
-        "e_res_ready_us": _us(median["fused_ready"] - alone_us),
-        "cost_sender_us": _us(cost_sender),
-        "cost_sender_ci_us": _us(ci_sender),
-        "cost_ready_us": _us(cost_ready),
-        "cost_ready_ci_us": _us(ci_ready),
+        **differences(times),
         "speedup_sender": round(speedup(serial_us=serial_us, fused_us=median["fused_sender"]), 4),
         "speedup_ready": round(speedup(serial_us=serial_us, fused_us=median["fused_ready"]), 4),
         "hidden_fraction": hidden,
@@ -203,7 +190,26 @@ def _best_alone(times: Times) -> str:
     return min((name for name in times if name.startswith("fa_only")), key=lambda name: statistics.median(times[name]))
 
 
-def _at_equal_clocks(times: Times, mhz: Times) -> dict[str, Any]:
+def differences(times: Times) -> dict[str, Any]:
+    """What attention alone and the fused forms take, E_res, and costs with half of their 95 % intervals, in us."""
+    median = {name: statistics.median(values) for name, values in times.items()}
+    alone = _best_alone(times)
+    fields: dict[str, Any] = {
+        "fa_only_tile": alone.removeprefix("fa_only_") if alone != "fa_only" else "default",
+        "fa_only_us": _us(median[alone]),
+    }
+    fields |= {f"{name}_us": _us(median[name]) for name in ("fused_sender", "fused_ready", "fused_local")}
+    for which in ("sender", "ready"):
+        cost, ci = paired(times[f"fused_{which}"], times["fused_local"])
+        fields |= {
+            f"e_res_{which}_us": _us(median[f"fused_{which}"] - median[alone]),
+            f"cost_{which}_us": _us(cost),
+            f"cost_{which}_ci_us": _us(ci),
+        }
+    return fields
+
+
+def differences_at_equal_clocks(times: Times, mhz: Times) -> dict[str, Any]:
     """Costs at fused_local's clock, E_res at fa_only's; and each method's clock, of the slowest rank."""
     fields: dict[str, Any] = {}
     alone = _best_alone(times)

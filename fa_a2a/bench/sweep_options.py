@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ..errors import ConfigurationError
@@ -38,7 +39,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         f"with spaces between; without names all of {' '.join(LAYER_METHODS)}",
     )
     parser.add_argument(
-        "--out", type=Path, help="JSON lines go here; fa_a2a_results/sweep.jsonl by default, with --layer layer.jsonl"
+        "--emulate",
+        type=int,
+        metavar="P",
+        help="on two GPUs, each standing for one of P ranks: what it computes, sends and receives then. Without "
+        "serial; with --layer the overlapped layer and attention alone",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON lines go here; fa_a2a_results/sweep.jsonl by default, with --layer layer.jsonl, with --emulate "
+        "emulated.jsonl or emulated_layer.jsonl",
     )
     parser.add_argument("--plot", type=Path, help="the plot; beside --out by default")
 
@@ -55,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
     layer = arguments.layer is not None
     chosen_heads = arguments.heads is not None
+    if arguments.emulate is not None:
+        return _emulate(arguments, kind)
     if layer and kind == "cuda":
         arguments.heads = arguments.heads or [24]
     rows = main.rows_by_ranks(main.cases(arguments, kind), main.rank_counts(arguments.ranks, kind), chosen_heads)
@@ -82,4 +95,41 @@ def run(arguments: argparse.Namespace) -> int:
         launch.run(bench.body, count, kind, cases, tuple(arguments.layer or LAYER_METHODS), out)
     if launch.is_main():
         bench.show(out, picture)
+    return 0
+
+
+def _emulate(arguments: argparse.Namespace, kind: str) -> int:
+    from .. import config
+    from ..layout import MAX_RANKS
+    from ..ops import overlap_schedule
+    from ..xstage import load_profile
+    from . import emulate, launch, main
+
+    num_ranks, layer = arguments.emulate, arguments.layer is not None
+    for wrong, got in (
+        (kind != "cuda", f"--device {kind}"),
+        (bool(arguments.layer), f"--layer {' '.join(arguments.layer or ())}"),
+        (arguments.plot is not None, "--plot"),
+        (arguments.ranks not in (None, [2]), f"--ranks {arguments.ranks}"),
+        (launch.under_torchrun() and os.environ["WORLD_SIZE"] != "2", f"{os.environ.get('WORLD_SIZE')} of torchrun's"),
+    ):
+        if wrong:
+            raise ConfigurationError(
+                f"--emulate takes two ranks on two GPUs, and draws nothing; got {got}; leave it out"
+            )
+    if not 2 < num_ranks <= MAX_RANKS:
+        raise ConfigurationError(f"--emulate takes 3 to {MAX_RANKS} ranks, got {num_ranks}; sweep measures 2")
+    if layer and not all(
+        (arguments.kernel in ("auto", "fa4"), arguments.head_dim in (None, 128), arguments.batch == 1)
+    ):
+        raise ConfigurationError("--layer --emulate is for kernel fa4, head_dim 128 and batch 1; leave them out")
+    if layer and num_ranks > overlap_schedule.MAX_RANKS:
+        raise ConfigurationError(f"the layer is for at most {overlap_schedule.MAX_RANKS} ranks, got {num_ranks}")
+    (rows,) = main.rows_by_ranks(main.cases(arguments, kind), [num_ranks], arguments.heads is not None).values()
+    config.check()
+    if arguments.profile is not None:
+        load_profile(arguments.profile)
+    out = arguments.out or checks.RESULTS / f"{emulate.LAYER_KIND if layer else emulate.KIND}.jsonl"
+    checks.appendable(out)
+    launch.run(emulate.body, main.rank_counts([2], kind)[0], kind, rows, num_ranks, layer, out)
     return 0

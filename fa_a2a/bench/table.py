@@ -29,6 +29,8 @@ _SWEEP: Columns = (  # header, field, format
     ("bitwise", "bitwise_equal", ""),
 )
 
+_EMULATED: Columns = (("P", "num_ranks", "d"), *(x for x in _SWEEP[1:] if not x[1].startswith(("serial", "speedup"))))
+
 # CPU times say nothing of the exchange's cost: no differences and ratios of them
 _ON_CPU = ("P", "S", "H", "kernel", "FA us", "serial", "sender", "ready", "bitwise")
 _SWEEP_CPU: Columns = tuple(column for column in _SWEEP if column[0] in _ON_CPU)
@@ -49,6 +51,19 @@ _LAYER: Columns = (
     ("bitwise", "bitwise_equal", ""),
     ("         kernel", "kernel", "s"),
     ("             transport", "transport", "s"),
+)
+
+_EMULATED_LAYER: Columns = (
+    ("P", "num_ranks", "d"),
+    ("S", "seq_len", "d"),
+    ("H", "num_heads", "d"),
+    ("mode", "mode", "s"),
+    ("attention", "attention_us", ".1f"),
+    ("overlapped", "overlapped_us", ".1f"),
+    ("x att.", "vs_attention", ".3f"),
+    ("=clock", "vs_attention_equal_clock", ".3f"),
+    ("expected us", "expected_exposed_us", ".1f"),
+    ("bitwise", "bitwise_equal", ""),
 )
 
 _DIT: Columns = (
@@ -75,6 +90,22 @@ def sweep_header(device: str = "") -> str:
 
 def sweep_row(line: dict[str, Any]) -> str:
     return _row(_SWEEP_CPU if line.get("device") == "CPU" else _SWEEP, line)
+
+
+def emulated_header() -> str:
+    return _header(_EMULATED)
+
+
+def emulated_row(line: dict[str, Any]) -> str:
+    return _row(_EMULATED, line)
+
+
+def emulated_layer_header() -> str:
+    return _header(_EMULATED_LAYER)
+
+
+def emulated_layer_row(line: dict[str, Any]) -> str:
+    return _row(_EMULATED_LAYER, line)
 
 
 def layer_header() -> str:

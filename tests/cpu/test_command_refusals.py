@@ -239,3 +239,38 @@ def test_version(capsys):
 )
 def test_soak(refusal, options, message):
     assert message in refusal("soak", "--device", "cpu", *options.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "--emulate takes two ranks on two GPUs, and draws nothing; got --device cpu; leave it out"),
+        ("--device cpu", "got --device cpu"),
+    ],
+)
+def test_emulation_is_of_gpus(refusal, options, message):
+    assert message in refusal("sweep", "--emulate", "8", *options.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--emulate 8 --layer diffusers", "got --layer diffusers; leave it out"),
+        ("--emulate 8 --layer --head-dim 64", "is for kernel fa4, head_dim 128 and batch 1"),
+        ("--emulate 8 --layer --batch 2", "is for kernel fa4, head_dim 128 and batch 1"),
+        ("--emulate 16 --layer", "at most 8 ranks, got 16"),
+        ("--emulate 8 --plot x.png", "got --plot"),
+        ("--emulate 8 --ranks 4", "got --ranks [4]"),
+        ("--emulate 2", "--emulate takes 3 to 32 ranks, got 2; sweep measures 2"),
+        ("--emulate 33", "got 33"),
+        ("--emulate 8 --heads 12", "12 heads over 8 ranks"),
+        ("--emulate 8 --seq-lens 4609", "4609 tokens over 8 ranks"),
+        ("--emulate 8 --profile nonsense", "give a path, or one of"),
+        ("--emulate 8 --out .", "--out must be a file"),
+    ],
+)
+def test_emulation(refusal, monkeypatch, options, message):
+    """What is refused before a GPU is asked for anything; which kernel it runs is not asked here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(main.kernels, "problem", lambda *arguments: None)
+    assert message in refusal("sweep", *options.split())

@@ -1,0 +1,173 @@
+"""Two GPUs, each standing for one rank of more: `fa-a2a sweep --emulate 8`, and the same with --layer.
+
+Each GPU runs the kernel of one of P ranks: its heads, its P chunks, its own chunk to its own memory, the other P - 1
+over the links to memory of the other GPU, which does the same towards this one (emulation.py). What a GPU sends and
+receives is then what it would among P, as the path out of a GPU is the same to all of them where a switch joins them
+(NV18 on H200).
+
+Not in it: stores that come from P - 1 GPUs at once, and waits for the slowest of P. Serial is not either: no library's
+all-to-all runs so. So these lines are of kinds of their own, and carry no speed-up. Outputs are checked first: every
+byte that the other GPU stored here, and that nothing else was written.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..comm.group import resolve
+from ..comm.symmetric import Release
+from ..ops.kernels import Sink
+from ..xstage import convergence
+from . import forecast, record, table
+from .alone import candidates
+from .emulated_layer import LAYERS_PER_GRAPH, EmulatedLayer
+from .emulation import Emulation
+from .graphs import agree, capture_everywhere
+from .sweep import Case, differences, differences_at_equal_clocks
+from .timing import Method, Times, calls_per_round, interleaved
+
+KIND, LAYER_KIND = "emulated", "emulated_layer"
+Tick = Callable[[], object]
+
+
+def body(device: torch.device, rows: list[Case], num_ranks: int, layer: bool, out: Path) -> None:
+    """What each of the two ranks runs. Rank 0 shows the progress and writes the lines."""
+    group, lines = resolve(None), list[dict[str, Any]]()
+    main = group.rank == 0
+    if main:
+        header = table.emulated_layer_header() if layer else table.emulated_header()
+        print(f"\n2 of {num_ranks} ranks, each on one {record.device_name(device)}\n{header}", flush=True)
+    steps = sum(row.rounds + 1 for row in rows) * (2 if layer else 1)
+    with tqdm(total=steps, disable=not main, leave=False, unit="round", file=sys.stderr) as bar:
+        for row in rows:
+            bar.set_description(f"P={num_ranks} S={row.seq_len} H={row.num_heads}")
+            if layer:
+                found = measure_layer(row, num_ranks, device, bar.update)
+            else:
+                prediction = forecast.predict(row, num_ranks, device, measured_with=group.size)
+                if main and prediction["predicted_sender_us"] is not None:
+                    before = record.environment(forecast.KIND, device, group.size) | {"num_ranks": num_ranks}
+                    record.append(out, [before | asdict(row) | prediction])
+                found = [measure(row, num_ranks, device, bar.update, prediction)]
+            if main:
+                record.append(out, found)
+                for line in found:
+                    bar.write(table.emulated_layer_row(line) if layer else table.emulated_row(line), file=sys.stdout)
+                sys.stdout.flush()
+            lines += [line | {"world_size": num_ranks} for line in found]
+    if main and not layer:
+        print("\n".join(convergence.report(lines)), flush=True)
+
+
+def measure(case: Case, num_ranks: int, device: torch.device, tick: Tick, prediction: dict[str, Any]) -> dict[str, Any]:
+    """The JSON line of one case of attention and the exchange after it; methods are the sweep's. Collective."""
+    group = resolve(None)
+    here = Emulation(case, num_ranks, group, device)
+    try:
+        qkv = here.work(group.rank)
+
+        def launcher(sink: Sink, release: Release) -> Callable[[], None]:
+            launches = here.adapter.launches(*qkv, here.scale, sink, False, release)  # type: ignore[attr-defined]
+
+            def call() -> None:
+                for launch in launches:
+                    launch()
+
+            return call
+
+        silent, ready = here.release(silent=True), launcher(here.sink, here.release())
+        here.check(ready)
+        methods = {
+            "fused_sender": Method(launcher(here.sink, silent), here.align),
+            "fused_local": Method(launcher(here.local, silent)),
+            "fused_ready": Method(ready),
+        }
+        for name, adapter in candidates("fa_only", here.adapter, qkv[0].shape).items():
+            methods[name] = Method(partial(adapter.local, *qkv, here.scale, 1, False))
+        calls = calls_per_round(methods["fused_local"].call, device)
+        mhz: Times = {}
+        times = interleaved(
+            methods, rounds=case.rounds, calls=calls, device=device, align=here.align, tick=tick, clocks=mhz
+        )
+    finally:
+        here.close()
+    return {
+        **_common(KIND, here, num_ranks),
+        **differences(times),
+        **(differences_at_equal_clocks(times, mhz) if mhz else {}),
+        "bitwise_equal": True,
+        "calls_per_round": calls,
+        "rounds_us": {name: [round(x, 2) for x in values] for name, values in times.items()},
+        **prediction,
+    }
+
+
+def measure_layer(case: Case, num_ranks: int, device: torch.device, tick: Tick) -> list[dict[str, Any]]:
+    """A JSON line for each mode, eager and graph: the overlapped layer beside attention alone. Collective."""
+    group = resolve(None)
+    here = EmulatedLayer(case, num_ranks, group, device)
+    lines = []
+    try:
+        here.check(here)
+        qkv = here.work(group.rank)
+        calls: dict[str, Callable[[], torch.Tensor]] = {"overlapped": here}
+        for name, adapter in candidates("attention", here.adapter, qkv[0].shape).items():
+            calls[name] = lambda adapter=adapter: adapter.local(*qkv, here.scale, 1, False)[0]  # type: ignore[misc]
+        for mode in ("eager", "graph"):
+            methods, per_call = {name: Method(call) for name, call in calls.items()}, 1
+            if mode == "graph":
+                per_call = LAYERS_PER_GRAPH
+                for name, call in calls.items():
+                    captured, reason = capture_everywhere(call, per_call, f"capture of {name}", partial(agree, group))
+                    assert captured is not None, reason
+                    methods[name] = Method(captured[0].replay)
+                here.check(methods["overlapped"].call)
+            repeats = max(1, calls_per_round(methods["overlapped"].call, device))
+            mhz: Times = {}
+            times = interleaved(
+                methods, rounds=case.rounds, calls=repeats, device=device, align=here.align, tick=tick, clocks=mhz
+            )
+            times = {name: [us / per_call for us in values] for name, values in times.items()}
+            lines.append(_layer_line(here, num_ranks, mode, times, mhz, repeats * per_call))
+    finally:
+        here.close()
+    return lines
+
+
+def _layer_line(here: EmulatedLayer, num_ranks: int, mode: str, times: Times, mhz: Times, calls: int) -> dict[str, Any]:
+    median = {name: statistics.median(values) for name, values in times.items()}
+    cycles = {name: statistics.median(us * f for us, f in zip(times[name], mhz[name])) for name in mhz}
+    best = min((name for name in median if name != "overlapped"), key=lambda name: median[name])
+    return {
+        **_common(LAYER_KIND, here, num_ranks),
+        "mode": mode,
+        "attention_us": round(median[best], 2),
+        "overlapped_us": round(median["overlapped"], 2),
+        "vs_attention": round(median["overlapped"] / median[best], 4),
+        "vs_attention_equal_clock": round(cycles["overlapped"] / cycles[best], 4) if cycles else None,
+        "schedule": here.schedule._asdict(),
+        "expected_exposed_us": round(here.expected_us, 2),
+        "bitwise_equal": True,
+        "calls_per_round": calls,
+        "rounds_us": {name: [round(x, 2) for x in values] for name, values in times.items()},
+        "rounds_mhz": {name: [round(x, 1) for x in values] for name, values in mhz.items()},
+    }
+
+
+def _common(kind: str, here: Emulation, num_ranks: int) -> dict[str, Any]:
+    return {
+        **record.environment(kind, here.device, here.group.size, here.case.kernel),
+        **asdict(here.case),
+        "num_ranks": num_ranks,
+        "local_heads": here.shape.local_heads,
+        "remote_bytes": here.shape.tensor_bytes // num_ranks * (num_ranks - 1),  # of one tensor
+    }

@@ -1,0 +1,120 @@
+"""Two GPUs that each stand for one rank of more: where their stores go, and that a wrong one is found."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fa_a2a.bench import emulate
+from fa_a2a.bench.emulation import Emulation
+from fa_a2a.bench.record import read
+from fa_a2a.bench.slots import Slots
+from fa_a2a.bench.sweep import Case
+from fa_a2a.comm.group import resolve
+from fa_a2a.errors import FaA2AError, UnsupportedError
+from fa_a2a.ops.kernels import Sink
+
+RANKS = 8
+SHAPE = {"batch": 1, "dtype": "bfloat16", "rounds": 2, "profile": None}
+
+
+@pytest.fixture
+def pair(device):
+    if dist.get_world_size() != 2:
+        pytest.skip("two ranks stand for more")
+    return device
+
+
+def case(seq_len=1024, num_heads=16, head_dim=128, kernel="fa4"):
+    return Case(seq_len=seq_len, num_heads=num_heads, head_dim=head_dim, kernel=kernel, **SHAPE)
+
+
+def test_slots_lie_on_both_gpus_and_go(pair):
+    group, rank = resolve(None), dist.get_rank()
+    torch.cuda.synchronize()
+    dist.barrier()
+    before, _ = torch.cuda.mem_get_info(pair)
+    slots = Slots(group, pair, 4, 3 << 20)
+    assert slots.stride >= 3 << 20 and len(slots.views) == 4 and len(slots.received) == 3
+    steps = {b.data_ptr() - a.data_ptr() for a, b in zip(slots.views, slots.views[1:])}
+    assert steps == {slots.stride}
+    for c, view in enumerate(slots.views):
+        view.fill_(10 * rank + c)
+    torch.cuda.synchronize()
+    dist.barrier()
+    assert int(slots.views[0].unique()) == 10 * rank
+    assert [int(view.unique()) for view in slots.received] == [10 * (1 - rank) + c for c in (1, 2, 3)]
+    dist.barrier()
+    slots.close()
+    dist.barrier()
+    after, _ = torch.cuda.mem_get_info(pair)
+    assert before - after < 8 << 20, "the slots' memory was not given back"
+
+
+@pytest.mark.parametrize(("num_ranks", "head_dim"), [(3, 128), (4, 128), (RANKS, 128), (RANKS, 64)])
+def test_every_output_arrives_where_it_belongs(pair, tmp_path, num_ranks, head_dim):
+    out = tmp_path / "emulated.jsonl"
+    emulate.body(pair, [case(512 * num_ranks, 2 * num_ranks, head_dim)], num_ranks, False, out)
+    if dist.get_rank() == 0:
+        line = read(out)[-1]
+        assert line["kind"] == "emulated" and line["bitwise_equal"]
+        assert (line["num_ranks"], line["world_size"], line["local_heads"]) == (num_ranks, 2, 2)
+        assert line["remote_bytes"] == (num_ranks - 1) * 512 * 2 * head_dim * 2
+        assert line["fused_sender_us"] > 0 and line["fa_only_us"] > 0
+
+
+@pytest.mark.parametrize("rows", [512, 136])  # 136: key tiles that two chunks share
+@pytest.mark.parametrize("num_ranks", [3, 4, RANKS])
+def test_the_layer_computes_what_its_ranks_would(pair, tmp_path, num_ranks, rows):
+    out = tmp_path / "layer.jsonl"
+    emulate.body(pair, [case(rows * num_ranks, 3 * num_ranks)], num_ranks, True, out)
+    if dist.get_rank() == 0:
+        lines = read(out)
+        assert [line["mode"] for line in lines] == ["eager", "graph"]
+        assert all(line["kind"] == "emulated_layer" and line["bitwise_equal"] for line in lines)
+        assert all(line["overlapped_us"] > 0 and line["attention_us"] > 0 for line in lines)
+
+
+def test_a_part_that_goes_to_a_wrong_place_is_found(pair, monkeypatch):
+    """The keys of chunk 2 where those of chunk 3 belong, and the other way round: all words are set, as they should."""
+    tokens = emulate.EmulatedLayer.tokens
+
+    def swapped(self, gpu):
+        q, k, v = tokens(self, gpu)
+        if gpu == 1 and dist.get_rank() == 1 and not hasattr(self, "_release"):  # those that it sends alone
+            h = self.shape.local_heads
+            k = torch.cat([k[:, :, : 5 * h], k[:, :, 6 * h : 7 * h], k[:, :, 5 * h : 6 * h], k[:, :, 7 * h :]], dim=2)
+        return [q, k, v]
+
+    monkeypatch.setattr(emulate.EmulatedLayer, "tokens", swapped)
+    with pytest.raises(FaA2AError, match="outputs are wrong: a bug"):
+        emulate.measure_layer(case(), RANKS, pair, lambda: None)
+
+
+def test_a_kernel_without_a_release_is_refused(pair):
+    with pytest.raises(UnsupportedError, match="head_dim 96 does not"):
+        Emulation(case(head_dim=96), RANKS, resolve(None), pair)
+
+
+@pytest.mark.parametrize("wrong", ["swapped chunks", "a neighbour's heads", "one element"])
+def test_a_wrong_output_is_found_on_both(pair, wrong, monkeypatch):
+    make, right = Emulation.__init__, Emulation.expected
+
+    def init(self, *arguments):
+        make(self, *arguments)
+        o = self.sink.o
+        if dist.get_rank() == 0 and wrong == "swapped chunks":
+            self.sink = Sink((o[0], o[2], o[1], *o[3:]), self.sink.lse)
+        if dist.get_rank() == 0 and wrong == "a neighbour's heads":
+            heads = slice(self.shape.local_heads, 2 * self.shape.local_heads)
+            self.sink = Sink(tuple(x[:, :, heads] for x in self._outputs(self.slots.views)), self.sink.lse)
+
+    def expected(self, gpu):
+        out = right(self, gpu)
+        if dist.get_rank() == 1 and wrong == "one element":
+            out[3, 0, 5, 1, 7] += 1
+        return out
+
+    monkeypatch.setattr(Emulation, "__init__", init)
+    monkeypatch.setattr(Emulation, "expected", expected)
+    with pytest.raises(FaA2AError, match="outputs are wrong: a bug"):
+        emulate.measure(case(), RANKS, pair, lambda: None, {})
