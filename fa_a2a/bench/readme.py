@@ -12,35 +12,14 @@ from typing import Any
 
 from .. import config
 from ..errors import ConfigurationError
-from .record import content_hash
+from .readme_emulated import emulated
+from .readme_parts import Lines, cost, is_shown, mark, newest, table
 from .support import OVERLAPPED, SUPPORT
-
-Lines = list[dict[str, Any]]
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
-
-
-def _mark(line: dict[str, Any]) -> str:
-    """A dagger for a figure whose code has changed since it was measured; the README says so once."""
-    return "" if line.get("content_hash") == content_hash(line["kind"], line.get("kernel")) else "†"
-
-
-def _newest(lines: Lines, kind: str, key: tuple[str, ...]) -> Lines:
-    chosen = {tuple(line[name] for name in key): line for line in lines if line.get("kind") == kind}
-    return [chosen[k] for k in sorted(chosen)]
-
-
-def _is_shown(line: dict[str, Any]) -> bool:
-    """Of a GPU, and of the shapes that the README's heads speak of; others stay in the result files."""
-    shape = (line["head_dim"], line["dtype"], line["batch"])
-    return bool(line["device"] != "CPU" and shape == (128, "bfloat16", 1))
 
 
 def sweep_table(lines: Lines) -> str:
     """Rows of the most heads that were measured; those of fewer stay in the result files."""
-    gpu = [line for line in lines if line.get("kind") == "sweep" and _is_shown(line)]
+    gpu = [line for line in lines if line.get("kind") == "sweep" and is_shown(line)]
     most = max((x["num_heads"] for x in gpu), default=0)
     header = [
         "P",
@@ -56,78 +35,35 @@ def sweep_table(lines: Lines) -> str:
         "speed-up",
     ]
     rows = []
-    for x in _newest(gpu, "sweep", ("world_size", "kernel", "num_heads", "seq_len")):
+    for x in newest(gpu, "sweep", ("world_size", "kernel", "num_heads", "seq_len")):
         if x["num_heads"] < most:
             continue
         rows.append(
             [
-                f"{x['world_size']}{_mark(x)}",
+                f"{x['world_size']}{mark(x)}",
                 *(str(x[name]) for name in ("kernel", "seq_len")),
                 f"{x['fa_only_us']:.1f}",
                 f"{min(x['serial_us'], x.get('serial_graph_us', math.inf)):.1f}",
                 *(f"{x[name]:.1f}" for name in ("fused_sender_us", "fused_ready_us")),
                 " / ".join(f"{x[name]:+.1f}" for name in ("e_res_sender_us", "e_res_ready_us")),
-                _cost(x, "cost_sender"),
+                cost(x, "cost_sender"),
                 _at_equal_clocks(x),
                 f"{x['speedup_sender']:.2f} / {x['speedup_ready']:.2f}",
             ]
         )
-    return _table(header, rows)
-
-
-def _cost(line: dict[str, Any], name: str) -> str:
-    """With half of its interval, which one round does not have."""
-    us, ci = line[f"{name}_us"], line.get(f"{name}_ci_us")
-    return f"{us:+.1f} ± {'-' if ci is None else f'{ci:.1f}'}"
+    return table(header, rows)
 
 
 def _at_equal_clocks(line: dict[str, Any]) -> str:
     """Of the sender-visible time; "-" for lines from before clocks were recorded."""
     if "cost_sender_equal_clock_us" not in line:
         return "-"
-    return f"{line['e_res_sender_equal_clock_us']:+.1f}, {_cost(line, 'cost_sender_equal_clock')}"
-
-
-def emulated_table(lines: Lines) -> str:
-    """Two GPUs that stand for more, beside what was published for so many ranks, kernel and sequence: rows of the
-    shapes that have such a row; the others stay in the result files."""
-    published = {(x["world_size"], x["kernel"], x["seq_len"]): x for x in lines if x.get("kind") == "published"}
-    heads = {(x["world_size"], x["num_heads"]) for x in published.values()}
-    header = ["P", "kernel", "S", "attention", "fused", "E_res", "E_res, cost at equal clocks", "predicted cost"]
-    header += ["published: attention", "fused", "E_res"]
-    rows = []
-    for x in _newest(lines, "emulated", ("num_ranks", "kernel", "num_heads", "seq_len")):
-        theirs = published.get((x["num_ranks"], x["kernel"], x["seq_len"]))
-        if theirs is None or (x["num_ranks"], x["num_heads"]) not in heads or not _is_shown(x):
-            continue
-        rows.append(
-            [
-                f"{x['num_ranks']}{_mark(x)}",
-                *(str(x[name]) for name in ("kernel", "seq_len")),
-                *(f"{x[name]:.1f}" for name in ("fa_only_us", "fused_sender_us")),
-                _e_res(x),
-                _at_equal_clocks(x),
-                _signed(x["predicted_sender_us"]),
-                *(f"{theirs[name]:.1f}" for name in ("fa_only_us", "fused_sender_us")),
-                _e_res(theirs),
-            ]
-        )
-    return _table(header, rows)
-
-
-def _e_res(line: dict[str, Any]) -> str:
-    """Sender-visible, us and as a share of attention."""
-    us = line["fused_sender_us"] - line["fa_only_us"]
-    return f"{us:+.1f} ({100 * us / line['fa_only_us']:+.1f} %)"
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.1f}"
+    return f"{line['e_res_sender_equal_clock_us']:+.1f}, {cost(line, 'cost_sender_equal_clock')}"
 
 
 def layer_table(lines: Lines) -> str:
     """A row for each shape, us eager / in a graph, from the newest run of that shape, as those are comparable."""
-    gpu = [line for line in lines if line.get("kind") == "layer" and _is_shown(line)]
+    gpu = [line for line in lines if line.get("kind") == "layer" and is_shown(line)]
     runs: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
     dates: dict[tuple[Any, ...], str] = {}
     for x in gpu:
@@ -146,7 +82,7 @@ def layer_table(lines: Lines) -> str:
         over = [a["ready_us"] / b["ready_us"] if a and b else None for a, b in zip(packed, ours)]
         rows.append(
             [
-                f"{ranks}{max(_mark(x) for x in ours if x)}",
+                f"{ranks}{max(mark(x) for x in ours if x)}",
                 *(str(seq_len), str(heads)),
                 *(_pair([run.get((name, mode), {}).get("ready_us") for mode in _MODES], 1) for name in methods),
                 _pair([x["vs_attention"] if x else None for x in ours], 2),
@@ -154,7 +90,7 @@ def layer_table(lines: Lines) -> str:
                 _pair([x["host_us"] if x else None for x in ours], 1),
             ]
         )
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _pair(values: list[float | None], digits: int) -> str:
@@ -163,12 +99,11 @@ def _pair(values: list[float | None], digits: int) -> str:
 
 def kernel_sentence(lines: Lines) -> str:
     """fa3's speed over fa4's better tile, in one run, by shape."""
-    newest = _newest(lines, "kernel", ("head_dim", "seq_len", "local_heads", "kernel", "build"))
     told: dict[int, list[str]] = {}
-    for x in newest:
+    for x in newest(lines, "kernel", ("head_dim", "seq_len", "local_heads", "kernel", "build")):
         if x["kernel"] == "fa3" and x["build"] == "default":
             shape = f"({x['seq_len']}, {x['local_heads']})"
-            told.setdefault(x["head_dim"], []).append(f"{x['vs_fa4']:.3f}{_mark(x)} at {shape}")
+            told.setdefault(x["head_dim"], []).append(f"{x['vs_fa4']:.3f}{mark(x)} at {shape}")
     parts = [f"D = {dim}: {', '.join(shapes)}" for dim, shapes in sorted(told.items(), reverse=True)]
     told_by = "Speed of `fa3` over `fa4` on one H200 (`fa-a2a kernel`), paired ratios at (S, heads): "
     return told_by + "; ".join(parts) + "." + _forms_sentence(lines)
@@ -176,15 +111,15 @@ def kernel_sentence(lines: Lines) -> str:
 
 def _forms_sentence(lines: Lines) -> str:
     """fa4's persistent form with every store local, beside the better stock tile: the range over heads and ranks."""
-    newest = _newest(lines, "designs", ("seq_len", "local_heads", "num_ranks", "head_dim", "form"))
-    chosen = [x for x in newest if x["form"] == "persistent" and x["over_stock_ci"] is not None]
+    lines = newest(lines, "designs", ("seq_len", "local_heads", "num_ranks", "head_dim", "form"))
+    chosen = [x for x in lines if x["form"] == "persistent" and x["over_stock_ci"] is not None]
     if not chosen:
         return ""
     ranges = []
     for seq_len in sorted({x["seq_len"] for x in chosen}):
         rows = [x for x in chosen if x["seq_len"] == seq_len]
         over = sorted(x["over_stock_percent"] for x in rows)
-        ranges.append(f"{over[0]:+.1f} to {over[-1]:+.1f} %{max(map(_mark, rows))} at {seq_len}")
+        ranges.append(f"{over[0]:+.1f} to {over[-1]:+.1f} %{max(map(mark, rows))} at {seq_len}")
     most = max(x["over_stock_percent"] + x["over_stock_ci"] for x in chosen)
     return (
         f" The fused `fa4` with all stores local, on one GPU, in time over the better stock tile: {', '.join(ranges)}; "
@@ -198,7 +133,7 @@ def dit_table(lines: Lines) -> str:
     gpu = [line for line in lines if line.get("device") != "CPU"]
     rows: dict[tuple[Any, ...], dict[tuple[str, str], dict[str, Any]]] = {}
     for kind in ("dit", "dit_check"):
-        for x in _newest(gpu, kind, ("world_size", "model", "seq_len", "resolution", "method", "mode")):
+        for x in newest(gpu, kind, ("world_size", "model", "seq_len", "resolution", "method", "mode")):
             key = (x["world_size"], f"{x['model']} {x['resolution']}", x["seq_len"])
             rows.setdefault(key, {})[x["method"] if kind == "dit" else "check", x["mode"]] = x
     header = ["P", "model", "S", "one GPU", "diffusers", "fa_a2a", "x one GPU", "x diffusers", "difference"]
@@ -210,14 +145,14 @@ def dit_table(lines: Lines) -> str:
         parts = [x["max_difference"] / x["wrong_difference"] for x in compared]
         cells.append(
             [
-                f"{ranks}{max(_mark(x) for x in ours or checks)}",
+                f"{ranks}{max(mark(x) for x in ours or checks)}",
                 *(model, str(seq_len)),
                 *(_pair(each, 1) for each in ms.values()),
                 *(_ratios(ms[name], ms["fa_a2a"]) for name in ("single", "diffusers_ulysses")),
                 f"{max(parts):.3f}" if parts else "-",
             ]
         )
-    return _table(header, cells)
+    return table(header, cells)
 
 
 _MODES = ("eager", "graph")
@@ -233,15 +168,15 @@ def _ratios(theirs: list[float | None], ours: list[float | None]) -> str:
 
 def litmus_table(lines: Lines) -> str:
     """One sentence: the variants that must be sound, then the controls, which need not be."""
-    newest = _newest(lines, "litmus", ("variant",))
-    told = [f"`{x['variant']}`{_mark(x)} {x['stale']} in {x['rounds']} rounds" for x in newest]
+    lines = newest(lines, "litmus", ("variant",))
+    told = [f"`{x['variant']}`{mark(x)} {x['stale']} in {x['rounds']} rounds" for x in lines]
     sound, controls = ([text for text in told if ("control" in text) == wanted] for wanted in (False, True))
     return f"Stale words: {', '.join(sound)}; without a fence {', '.join(controls)}."
 
 
 def environment_table(lines: Lines) -> str:
     rows = [[f"`{v.name}`", f"`{v.default}`" if v.default else "", v.meaning] for v in config.VARIABLES]
-    return _table(["variable", "default", "meaning"], rows)
+    return table(["variable", "default", "meaning"], rows)
 
 
 def support_list(lines: Lines) -> str:
@@ -252,7 +187,7 @@ def support_list(lines: Lines) -> str:
 
 TABLES: dict[str, Callable[[Lines], str]] = {
     "sweep": sweep_table,
-    "emulated": emulated_table,
+    "emulated": emulated,
     "layer": layer_table,
     "dit": dit_table,
     "kernel": kernel_sentence,
@@ -275,6 +210,6 @@ def fill(text: str, lines: Lines) -> str:
         pattern = re.compile(f"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
         if not pattern.search(text):
             raise ConfigurationError(f"marker <!-- {name} --> is not closed by <!-- /{name} -->")
-        table = TABLES[name](lines)
-        text = pattern.sub(lambda _, name=name, table=table: f"<!-- {name} -->\n{table}\n<!-- /{name} -->", text)  # type: ignore[misc]
+        made = TABLES[name](lines)
+        text = pattern.sub(lambda _, name=name, made=made: f"<!-- {name} -->\n{made}\n<!-- /{name} -->", text)  # type: ignore[misc]
     return text

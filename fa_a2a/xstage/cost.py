@@ -17,7 +17,7 @@ is attention.py's audit. For a kernel with staging of its own, whose blocks stay
 No terms for these:
 
 - Each call waits for the rank that is slowest in it. The calls of one H200, taken for ranks that go on their own, would
-  wait 0.6 us or 0.1 % of a call (8 ranks: 0.2 %) for each other (tests/cpu/test_predicted_measured.py). Two H200s at
+  wait 0.6 us or 0.1 % of a call (8 ranks: 0.3 %) for each other (tests/cpu/test_predicted_measured.py). Two H200s at
   their power limit change their clocks each by itself: in SM cycles, ready lies 0.2 +- 0.4 us above sender-visible and
   publication at 4608 tokens of 24 heads, 4.8 +- 1.5 at 8192, 14 +- 6 at 16384, up to 0.8 % of a call; next to nothing
   in rounds in which one of them was slower throughout, most where their clocks were alike on average (2026-11-30).

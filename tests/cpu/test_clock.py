@@ -28,7 +28,7 @@ def test_a_cost_that_the_clock_makes_is_gone_at_equal_clocks():
     cycles = dict.fromkeys(clocks, 60e6) | {"fused_ready": 60.6e6}
     mhz = {name: [value * r for r in rounds] for name, value in clocks.items()}
     times = {name: [cycles[name] / f for f in mhz[name]] for name in clocks}
-    fields = sweep._at_equal_clocks(times, mhz)
+    fields = sweep.differences_at_equal_clocks(times, mhz)
     assert statistics.median(times["fused_sender"]) - 40000 > 500
     assert fields["cost_sender_equal_clock_us"] == fields["e_res_sender_equal_clock_us"] == 0
     assert fields["cost_ready_equal_clock_us"] == pytest.approx(400, abs=1)

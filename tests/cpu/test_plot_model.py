@@ -50,7 +50,7 @@ def test_own_predictions_come_first_and_others_are_the_models():
 
 
 def test_both_panels(drawn):
-    lines = [line for line in recorded("sweep_h200x4_first.jsonl") if line["kind"] == "sweep"]
+    lines = [line for line in recorded("stock_kernel/sweep_h200x4.jsonl") if line["kind"] == "sweep"]
     sender, ready = drawn(lines).axes
     assert (sender.get_title(), ready.get_title()) == ("sender-visible", "ready")
     for axis, which in ((sender, "sender"), (ready, "ready")):

@@ -5,7 +5,7 @@ python -m torch.distributed.run --nproc-per-node 2 -m pytest -q --timeout 60 tes
 What fails is printed at once, by each rank: a run that is ended from outside prints no summary. Tests of faults
 (test_stages_on_gpus, test_faults) start ten processes at a time beside the session's own and take about a minute; the
 tests that are skipped with two GPUs need four. A limit for a test must leave room for one round of those processes,
-30 s. Kernels that are not in the cache (FA_A2A_CACHE_DIR) are compiled by the first test that needs them.
+50 s. Kernels that are not in the cache (FA_A2A_CACHE_DIR) are compiled by the first test that needs them.
 
 With FA_A2A_SHARE_GPU=1 the ranks may be more than the GPUs: the driver lets their kernels take turns, milliseconds
 each, so a limit for a test must be larger (--timeout 240), and what measures times is skipped. Stores then stay inside

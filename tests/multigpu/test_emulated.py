@@ -30,10 +30,17 @@ def case(seq_len=1024, num_heads=16, head_dim=128, kernel="fa4"):
 
 def test_slots_lie_on_both_gpus_and_go(pair):
     group, rank = resolve(None), dist.get_rank()
-    torch.cuda.synchronize()
-    dist.barrier()
-    before, _ = torch.cuda.mem_get_info(pair)
-    slots = Slots(group, pair, 4, 3 << 20)
+    free = []
+    for _ in range(3):  # the first time the kernels of the test itself are loaded, too
+        use_slots(pair, group, rank)
+        torch.cuda.synchronize()
+        dist.barrier()
+        free.append(torch.cuda.mem_get_info(pair)[0])
+    assert free[1] - free[2] < 2 << 20, "the slots' memory, 12 MiB, was not given back"
+
+
+def use_slots(device, group, rank):
+    slots = Slots(group, device, 4, 3 << 20)
     assert slots.stride >= 3 << 20 and len(slots.views) == 4 and len(slots.received) == 3
     steps = {b.data_ptr() - a.data_ptr() for a, b in zip(slots.views, slots.views[1:])}
     assert steps == {slots.stride}
@@ -45,9 +52,6 @@ def test_slots_lie_on_both_gpus_and_go(pair):
     assert [int(view.unique()) for view in slots.received] == [10 * (1 - rank) + c for c in (1, 2, 3)]
     dist.barrier()
     slots.close()
-    dist.barrier()
-    after, _ = torch.cuda.mem_get_info(pair)
-    assert before - after < 8 << 20, "the slots' memory was not given back"
 
 
 @pytest.mark.parametrize(("num_ranks", "head_dim"), [(3, 128), (4, 128), (RANKS, 128), (RANKS, 64)])

@@ -37,7 +37,7 @@ if rank == 1: attention = other
 """
 FAULTS = [(SILENT, "fused"), (SILENT, "overlapped"), (ARGUMENTS, "fused"), (ARGUMENTS, "overlapped")]
 FAULTS += [(EXCHANGE, "overlapped")]
-LIMIT_S = 28.0
+LIMIT_S = 45.0
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from fa_a2a.bench.support import FUSED, LOCAL, SUPPORT
 
 @pytest.mark.parametrize("row", SUPPORT, ids=lambda row: row.what)
 def test_row_takes_the_path_that_the_readme_names(device, row):
-    case, size, rank = Situation(dtype="bfloat16", **row.call), dist.get_world_size(), dist.get_rank()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    case = Situation(dtype="bfloat16", **{**row.call, "heads": max(row.call["heads"], size)})
     layer = UlyssesAttention(kernel="fa4", exchange="auto" if row.gpu == LOCAL else "fused")
     kernel, exchange, _, out = run(case, rank, size, layer, True, device)
     assert (kernel, exchange) == ("fa4", row.exchange)

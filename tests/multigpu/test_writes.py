@@ -9,7 +9,7 @@ import torch.distributed as dist
 from test_fused_layer import draw, shard
 
 import fa_a2a
-from fa_a2a import UlyssesAttention
+from fa_a2a import UlyssesAttention, config
 from fa_a2a.comm import workspace
 from fa_a2a.comm.group import resolve
 from fa_a2a.layout import BUFFER_NAMES
@@ -107,6 +107,8 @@ def test_two_streams_in_turn(device):
 def test_two_threads_on_two_groups(device):
     """Each thread with a stream of its own, so that kernels of both groups are on the GPU together."""
     size = dist.get_world_size()
+    if config.share_gpu() and size > 4:
+        pytest.skip("of 8 ranks on one GPU a waiting kernel once kept the other group's from starting for 20 s")
     groups = [dist.group.WORLD, dist.new_group(list(range(size)))]
     sets = [
         [[shard(t).clone() for t in draw(device, 1, (200 + 57 * g) * size, 2 * size, 128, seed=s)] for s in range(3)]

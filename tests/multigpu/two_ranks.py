@@ -7,7 +7,6 @@ are two processes each. Whatever is left when a program has to be over is ended 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -52,6 +51,7 @@ class _Rank:
         outside = {k: v for k, v in os.environ.items() if not k.startswith(theirs)}
         environment = {**outside, **{k: str(v) for k, v in ours.items()}, "PYTHONPATH": os.pathsep.join(paths)}
         environment["PYTHONFAULTHANDLER"] = "1"  # SIGABRT then prints where each thread is
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there: rank 0 makes none
         self.files = [Path(folder) / f"{port}_{rank}_{kind}" for kind in ("out", "err")]
         with self.files[0].open("w") as out, self.files[1].open("w") as err:
             environment |= environ(rank) if environ else {}
@@ -82,8 +82,9 @@ class _Rank:
 
 class _Program:
     def __init__(self, folder, arguments, environ):
-        port = _free_port()
-        self.ranks = [_Rank(folder, rank, port, arguments, environ) for rank in range(2)]
+        # held here, on a port that the system chose: another program cannot take it before rank 0 does
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.ranks = [_Rank(folder, rank, self.store.port, arguments, environ) for rank in range(2)]
         self.rank_0_ended = None
 
     @property
@@ -95,12 +96,6 @@ class _Program:
             if time.monotonic() - self.rank_0_ended > GRACE_S:
                 second.end(f"rank 0 ended {GRACE_S:g} s before")
         return not (first.running or second.running)
-
-
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run(programs, limit_s):
