@@ -23,10 +23,12 @@ def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
     """A plot for each kind of line there is: of the first kind at `path`, of the others beside it, and one of
     the sweep's costs as predicted. Returns where.
 
-    ConfigurationError where no line can be plotted.
+    Of emulated ranks there is the second kind of plot alone. ConfigurationError where no line can be plotted.
     """
-    plots = {"sweep": sweep, "layer": layer, CALIBRATE: calibration}
+    plots = {"sweep": sweep, "layer": layer, CALIBRATE: calibration, "emulated": plot_model.emulated}
     kinds = {str(line.get("kind")) for line in lines}
+    if not plot_model.emulated_lines(lines):
+        kinds.discard("emulated")
     found = [kind for kind in plots if kind in kinds]
     if not found:
         got = ", ".join(sorted(kinds)) or "none"

@@ -47,6 +47,17 @@ def _predict(line: dict[str, Any]) -> dict[str, Any] | None:
     return {"predicted_sender_us": cost.sender_us, "predicted_ready_us": cost.ready_us}
 
 
+def emulated_lines(lines: Lines) -> Lines:
+    """Lines of two GPUs that stand for more ranks and have a prediction, as if measured with as many GPUs."""
+    found = (x for x in lines if x.get("kind") == "emulated" and x.get("predicted_sender_us") is not None)
+    return [x | {"kind": "sweep", "world_size": x["num_ranks"], "predicted_later": False} for x in found]
+
+
+def emulated(lines: Lines, path: Path) -> None:
+    """`residual` of emulated ranks."""
+    residual(emulated_lines(lines), path)
+
+
 def residual(lines: Lines, path: Path) -> None:
     """A panel for the sender-visible time and one for the ready time, in per cent of attention alone: cost with its
     95 % interval (sender-visible: at equal clocks where the line has that), E_res, and the predicted cost as a line; a

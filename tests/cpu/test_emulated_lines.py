@@ -8,6 +8,8 @@ import pytest
 
 from fa_a2a.bench import table
 from fa_a2a.bench.readme_emulated import emulated_table
+from fa_a2a.errors import ConfigurationError
+from fa_a2a.plot import draw
 from fa_a2a.xstage import design, load_profile, predict_cost
 from fa_a2a.xstage.convergence import compare
 
@@ -98,3 +100,11 @@ def test_the_readmes_table_shows_what_has_a_published_row():
     assert not emulated_table(lines[:-10]).splitlines()[2:]
     without = [x for x in lines if x["kernel"] != "fa3" or x["seq_len"] != 8192 or x["kind"] != "emulated"]
     assert emulated_table(without).splitlines()[2].count("| - | - | - |") == 1
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = recorded("emulated_h200x2.jsonl", "emulated")
+    assert draw(lines, tmp_path / "x.png") == [tmp_path / "x.png"]
+    with pytest.raises(ConfigurationError, match="plots are made of lines of kind"):
+        draw([line | {"predicted_sender_us": None} for line in lines], tmp_path / "y.png")
