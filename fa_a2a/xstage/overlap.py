@@ -8,6 +8,12 @@ and 0.5 % more SM cycles at S = 8192, 16384, 32768 than the fused kernel alone o
 them also without sends and waits, 1.9, 1.0 and 0 for the sends, 0.1 each at the two shorter for waiting. Sends to its
 own memory cost as much as to the peer. No pace, twice the pace and more groups of heads changed nothing beyond 0.4 %.
 
+On 4 and 8 ranks, which two H200s stood for (bench/emulate.py, 2026-11-30), what shows in a graph is the exposure told
+here, the cost of the exchange behind attention with its publication (cost.py), and 6 to 15 us more at 4608 and 8192
+tokens of 24 heads: at 4608 on 4 ranks 14, 7 and 15 us, on 8, where all tiles are one wave, 18, 14 and 6. Of a dozen
+schedules the model's choice was the best to within 3 us in each of five cases; no queries first, or no own tiles first,
+cost 20 to 70 us more, as it says. Queries cut into parts would take up to 7 us off the wait for the first ones.
+
 Sources of the sends that were weighed by such figures and left: a scatter kernel on SMs that attention leaves free (at
 8192 tokens and 24 heads 12 SMs on 4 ranks: 30 GB/s for each, and the own chunk still to be copied, 10 to 40 us); bulk
 copies through O's staging (on 2 ranks they take as long as the first tile, whose epilogue would then wait); the copy
