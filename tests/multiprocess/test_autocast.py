@@ -32,9 +32,12 @@ def layers(rank, size, kernel, exchange, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("kernel", "exchange"), [("cpu", "fused"), ("cpu", "collective"), ("torch", "collective")])
-def test_layer(ranks, kernel, exchange, dtype):
-    assert all(ranks(2).run(layers, kernel=kernel, exchange=exchange, dtype=dtype))
+@pytest.mark.parametrize(
+    ("size", "kernel", "exchange"),
+    [(2, "cpu", "fused"), (2, "cpu", "collective"), (2, "torch", "collective"), (8, "cpu", "fused")],
+)
+def test_layer(ranks, size, kernel, exchange, dtype):
+    assert all(ranks(size).run(layers, kernel=kernel, exchange=exchange, dtype=dtype))
 
 
 def through_diffusers(rank, size):

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from workers import attempt, inputs, works
 
@@ -51,8 +52,9 @@ def test_rank_late_at_the_first_call(ranks):
     check_absent(ranks(3).run(absent, known=False, sleep_s=3.0))
 
 
-def test_rank_late_after_good_calls(ranks):
-    check_absent(ranks(3).run(absent, known=True, sleep_s=3.0))
+@pytest.mark.parametrize("size", [3, 8])
+def test_rank_late_after_good_calls(ranks, size):
+    check_absent(ranks(size).run(absent, known=True, sleep_s=3.0))
 
 
 def one_does_not_gather(rank, size):
@@ -166,8 +168,9 @@ def delayed(rank, size, calls):
     return wrong
 
 
-def test_300_calls_with_random_delays(ranks):
-    assert ranks(4).run(delayed, calls=300) == [[]] * 4
+@pytest.mark.parametrize(("size", "calls"), [(4, 300), (8, 60)])
+def test_calls_with_random_delays(ranks, size, calls):
+    assert ranks(size).run(delayed, calls=calls) == [[]] * size
 
 
 def unsynchronised(rank, size, calls):

@@ -27,9 +27,10 @@ def lifetime(rank, size, copy):
     return torch.equal(out, later) and torch.equal(lse, later_lse)
 
 
+@pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("copy", [False, True])
-def test_view_shows_the_next_call_and_a_copy_stays(ranks, copy):
-    assert all(ranks(2).run(lifetime, copy=copy))
+def test_view_shows_the_next_call_and_a_copy_stays(ranks, copy, size):
+    assert all(ranks(size).run(lifetime, copy=copy))
 
 
 def chained(rank, size):
@@ -44,8 +45,9 @@ def chained(rank, size):
     return torch.equal(a, b)
 
 
-def test_the_output_view_may_be_the_next_calls_input(ranks):
-    assert all(ranks(4).run(chained))
+@pytest.mark.parametrize("size", [4, 8])
+def test_the_output_view_may_be_the_next_calls_input(ranks, size):
+    assert all(ranks(size).run(chained))
 
 
 def inference_then_plain(rank, size):

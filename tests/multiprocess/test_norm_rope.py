@@ -14,7 +14,7 @@ def values(rank, interleaved, pairs, norm=True, rope=True):
     """Weights that all ranks share, tables of this rank's tokens."""
     generator = torch.Generator().manual_seed(4)
     weights = [1 + 0.1 * torch.randn(DIM, generator=generator) for _ in range(2)]
-    angle = torch.randn(4 * ROWS, DIM // 2, generator=generator)[rank * ROWS : (rank + 1) * ROWS]
+    angle = torch.randn(8 * ROWS, DIM // 2, generator=generator)[rank * ROWS : (rank + 1) * ROWS]
     if not pairs:
         angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat([angle, angle], -1)
     given = dict(zip(("q_weight", "k_weight"), weights)) if norm else {}
@@ -58,9 +58,10 @@ def inside_and_before(rank, size, interleaved, pairs, norm, rope):
     ("interleaved", "pairs", "norm", "rope"),
     [(True, True, True, True), (True, False, False, True), (False, True, True, True), (False, False, True, False)],
 )
-def test_inside_equals_before(ranks, interleaved, pairs, norm, rope):
+@pytest.mark.parametrize("size", [2, 8])
+def test_inside_equals_before(ranks, size, interleaved, pairs, norm, rope):
     options = {"interleaved": interleaved, "pairs": pairs, "norm": norm, "rope": rope}
-    for inside, without in ranks(2).run(inside_and_before, **options):
+    for inside, without in ranks(size).run(inside_and_before, **options):
         assert max(inside) < 2e-6
         assert without > 1e-2  # it does something
 

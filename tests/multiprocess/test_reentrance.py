@@ -45,8 +45,9 @@ def two_modules(rank, size):
     )
 
 
-def test_two_modules_in_turn(ranks):
-    assert ranks(2).run(two_modules) == [True, True]
+@pytest.mark.parametrize("size", [2, 8])
+def test_two_modules_in_turn(ranks, size):
+    assert ranks(size).run(two_modules) == [True] * size
 
 
 class Doubled(UlyssesAttention):

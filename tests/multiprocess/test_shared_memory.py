@@ -41,13 +41,14 @@ def many_lengths(rank, size):
     return held, mapped(), len(resolve(None).plans)
 
 
-def test_case_09_many_lengths_bound_the_workspace_by_the_largest(ranks):
-    for held, maps, plans in ranks(2).run(many_lengths):
+@pytest.mark.parametrize("size", [2, 8])
+def test_case_09_many_lengths_bound_the_workspace_by_the_largest(ranks, size):
+    for held, maps, plans in ranks(size).run(many_lengths):
         for largest, nbytes in held:
-            need = WorkspaceMap().grown(ExchangeShape(1, largest * 2, 2, 8, 2, 4)).total_bytes
+            need = WorkspaceMap().grown(ExchangeShape(1, largest * size, size, 8, size, 4)).total_bytes
             assert nbytes == need + SIGNAL_BYTES
         assert plans == 64
-        assert maps == 4  # two blocks of two ranks: outgrown ones are unmapped
+        assert maps == 2 * size  # two blocks of each rank: outgrown ones are unmapped
 
 
 def held_by_the_process():

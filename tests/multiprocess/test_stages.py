@@ -182,6 +182,29 @@ def test_a_killed_rank_is_named_and_the_others_go_on(victims, stage):
     assert victims.collect(60, ranks=[0, 1]) == [0, 0], "no block of the group stays mapped"
 
 
+def call_of_all(rank, size, victim, stage):
+    """Good calls of all ranks, then one from which the victim does not come back."""
+    for seed in range(GOOD_CALLS):
+        call(rank, size, None, seed)
+    dist.barrier()
+    if rank == victim:
+        end_at(stage, signal.SIGKILL, None)
+    found = attempt(call, rank, size, None, seed=0)
+    fa_a2a.close()
+    return found, mapped()
+
+
+def test_one_of_eight_ranks_is_killed(fresh_ranks):
+    victim, pool = 5, fresh_ranks(8)
+    survivors = [rank for rank in range(8) if rank != victim]
+    for pipe in pool.pipes:
+        pipe.send((call_of_all, {"victim": victim, "stage": "in attention"}))
+    for outcome, held in pool.collect(90, ranks=survivors):
+        assert outcome.error == "PeerTimeoutError", outcome
+        assert "rank 5" in outcome.text, "the missing rank is named"
+        assert outcome.seconds < DEADLINE_S + SLACK_S and not held
+
+
 def test_fresh_processes_work_at_once(fresh_ranks):
     """On the machine that the tests before have left."""
     began = time.monotonic()
