@@ -102,9 +102,16 @@ def test_the_readmes_table_shows_what_has_a_published_row():
     assert emulated_table(without).splitlines()[2].count("| - | - | - |") == 1
 
 
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_plot(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
     lines = recorded("emulated_h200x2.jsonl", "emulated")
     assert draw(lines, tmp_path / "x.png") == [tmp_path / "x.png"]
-    with pytest.raises(ConfigurationError, match="plots are made of lines of kind"):
-        draw([line | {"predicted_sender_us": None} for line in lines], tmp_path / "y.png")
+    assert "two GPUs, each standing for one of P ranks" in figures[0]._suptitle.get_text()
+    bare = [line | {"predicted_sender_us": None} for line in lines]
+    with pytest.raises(ConfigurationError, match="beside the model's predictions, got none with one; measure with"):
+        draw(bare, tmp_path / "y.png")
+    with pytest.raises(ConfigurationError, match="got emulated_layer; name such a file"):
+        draw(recorded("emulated_layer_h200x2.jsonl", "emulated_layer"), tmp_path / "y.png")
+    assert draw([*bare, *recorded("layer_h200x2.jsonl", "layer")], tmp_path / "z.png") == [tmp_path / "z.png"]
