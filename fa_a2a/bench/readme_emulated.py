@@ -70,4 +70,4 @@ def emulated_sentence(lines: Lines) -> str:
         times = ", ".join(f"{x['overlapped_us']:.0f} ({x['vs_attention']:.2f}){mark(x)}" for x in runs)
         lengths = ", ".join(str(x["seq_len"]) for x in runs)
         told.append(f"P = {ranks}, {heads} heads: {times} at {lengths}")
-    return f"The overlapped layer so, in a graph, us (over attention alone): {'; '.join(told)}."
+    return f"The overlapped layer measured so, in a graph, us (over attention alone): {'; '.join(told)}."
