@@ -66,9 +66,11 @@ class Emulation:
         return self._blocks[-1]
 
     def close(self) -> None:
-        self.slots.close()  # which waits until neither GPU stores any more
-        while self._blocks:
-            self.memory.free(self._blocks.pop(0), DEADLINE_S)
+        try:
+            self.slots.close()  # which waits until neither GPU stores any more
+        finally:
+            while self._blocks:
+                self.memory.free(self._blocks.pop(0), DEADLINE_S)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

@@ -46,10 +46,12 @@ class Slots:
     def close(self, timeout_s: float = 30.0) -> None:
         """When neither GPU stores into the other's memory any more. Collective, unless an error has cut the two apart:
         the driver keeps memory as long as either has it mapped."""
-        torch.cuda.synchronize(self._device)
-        if self._group.poisoned is None:
-            self._group.barrier("slots", timeout_s)
-        self._end.close()
+        try:
+            torch.cuda.synchronize(self._device)
+            if self._group.poisoned is None:
+                self._group.barrier("slots", timeout_s)
+        finally:
+            self._end.close()
 
     def _make(
         self, num_slots: int, nbytes: int, timeout_s: float, until_swapped: contextlib.ExitStack
