@@ -75,7 +75,7 @@ def test_what_one_rank_cannot_do_is_refused_on_both_at_once(pair, monkeypatch, s
     use_slots(pair, group, dist.get_rank())
 
 
-def test_an_error_of_one_rank_is_the_one_that_it_raises(pair, monkeypatch):
+def test_an_error_of_one_rank_is_the_one_that_it_raises(pair, kernels_are_cached, monkeypatch):
     """The other one hears of it, and nobody waits for a deadline."""
     begin = time.monotonic()
     if dist.get_rank() == 1:
