@@ -176,7 +176,9 @@ def _exchange(arguments: argparse.Namespace) -> int:
     from .bench import exchange, launch, main
 
     if not torch.cuda.is_available():
-        raise ConfigurationError("exchange measures the path between GPUs, and torch sees none")
+        raise ConfigurationError(
+            "exchange measures the path between GPUs, and torch sees none; run it where there are two"
+        )
     rows = main.rows_by_ranks(exchange.cases(arguments), main.rank_counts(arguments.ranks, "cuda"), chosen_heads=True)
     checks.appendable(arguments.out)
     for count, cases in rows.items():

@@ -27,9 +27,12 @@ def draw(lines: list[dict[str, Any]], path: Path) -> list[Path]:
     """
     plots = {"sweep": sweep, "layer": layer, CALIBRATE: calibration, "emulated": plot_model.emulated}
     kinds = {str(line.get("kind")) for line in lines}
-    if not plot_model.emulated_lines(lines):
-        kinds.discard("emulated")
     found = [kind for kind in plots if kind in kinds]
+    if not plot_model.emulated_lines(lines) and "emulated" in found:
+        found.remove("emulated")
+        if not found:
+            rule = "lines of kind emulated are plotted beside the model's predictions, got none with one"
+            raise ConfigurationError(f"{rule}; measure with a profile of this GPU (fa-a2a calibrate)")
     if not found:
         got = ", ".join(sorted(kinds)) or "none"
         raise ConfigurationError(f"plots are made of lines of kind {' or '.join(plots)}, got {got}; name such a file")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -48,3 +48,8 @@ def at_clock_of(times_us: Sequence[float], mhz: Sequence[float], reference_mhz: 
     """Each round's time as it were at the reference's clock of that round: the same cycles. Right as far as the SMs'
     clock sets the time: links and memory have clocks of their own."""
     return [us * own / other for us, own, other in zip(times_us, mhz, reference_mhz, strict=True)]
+
+
+def median_cycles(times_us: Mapping[str, Sequence[float]], mhz: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """By method, the median over rounds of the cycles that its time took; of those alone whose clock is known."""
+    return {name: statistics.median(us * f for us, f in zip(times_us[name], mhz[name], strict=True)) for name in mhz}

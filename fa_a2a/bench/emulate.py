@@ -25,13 +25,15 @@ from tqdm import tqdm
 
 from ..comm.group import resolve
 from ..comm.symmetric import Release
+from ..errors import FaA2AError
 from ..ops.kernels import Sink
 from ..xstage import convergence
 from . import forecast, record, table
 from .alone import candidates
-from .emulated_layer import LAYERS_PER_GRAPH, EmulatedLayer
+from .clock import median_cycles
+from .emulated_layer import EmulatedLayer
 from .emulation import Emulation
-from .graphs import agree, capture_everywhere
+from .graphs import LAYERS_PER_GRAPH, agree, capture_everywhere
 from .sweep import Case, differences, differences_at_equal_clocks
 from .timing import Method, Times, calls_per_round, interleaved
 
@@ -72,7 +74,7 @@ def measure(case: Case, num_ranks: int, device: torch.device, tick: Tick, predic
     """The JSON line of one case of attention and the exchange after it; methods are the sweep's. Collective."""
     group = resolve(None)
     here = Emulation(case, num_ranks, group, device)
-    try:
+    with here.guarded():
         qkv = here.work(group.rank)
 
         def launcher(sink: Sink, release: Release) -> Callable[[], None]:
@@ -98,8 +100,7 @@ def measure(case: Case, num_ranks: int, device: torch.device, tick: Tick, predic
         times = interleaved(
             methods, rounds=case.rounds, calls=calls, device=device, align=here.align, tick=tick, clocks=mhz
         )
-    finally:
-        here.close()
+    here.close()
     return {
         **_common(KIND, here, num_ranks),
         **differences(times),
@@ -116,7 +117,7 @@ def measure_layer(case: Case, num_ranks: int, device: torch.device, tick: Tick) 
     group = resolve(None)
     here = EmulatedLayer(case, num_ranks, group, device)
     lines = []
-    try:
+    with here.guarded():
         here.check(here)
         qkv = here.work(group.rank)
         calls: dict[str, Callable[[], torch.Tensor]] = {"overlapped": here}
@@ -128,24 +129,24 @@ def measure_layer(case: Case, num_ranks: int, device: torch.device, tick: Tick) 
                 per_call = LAYERS_PER_GRAPH
                 for name, call in calls.items():
                     captured, reason = capture_everywhere(call, per_call, f"capture of {name}", partial(agree, group))
-                    assert captured is not None, reason
+                    if captured is None:
+                        raise FaA2AError(f"a CUDA graph of {name} could not be captured: {reason}")
                     methods[name] = Method(captured[0].replay)
                 here.check(methods["overlapped"].call)
-            repeats = max(1, calls_per_round(methods["overlapped"].call, device))
+            repeats = calls_per_round(methods["overlapped"].call, device)
             mhz: Times = {}
             times = interleaved(
                 methods, rounds=case.rounds, calls=repeats, device=device, align=here.align, tick=tick, clocks=mhz
             )
             times = {name: [us / per_call for us in values] for name, values in times.items()}
             lines.append(_layer_line(here, num_ranks, mode, times, mhz, repeats * per_call))
-    finally:
-        here.close()
+    here.close()
     return lines
 
 
 def _layer_line(here: EmulatedLayer, num_ranks: int, mode: str, times: Times, mhz: Times, calls: int) -> dict[str, Any]:
     median = {name: statistics.median(values) for name, values in times.items()}
-    cycles = {name: statistics.median(us * f for us, f in zip(times[name], mhz[name])) for name in mhz}
+    cycles = median_cycles(times, mhz)
     best = min((name for name in median if name != "overlapped"), key=lambda name: median[name])
     return {
         **_common(LAYER_KIND, here, num_ranks),

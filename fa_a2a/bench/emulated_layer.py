@@ -14,10 +14,8 @@ from ..layout import aligned
 from ..ops import overlap
 from ..ops.kernels import Qkv
 from ..ops.overlap_schedule import Schedule, prediction, schedule
-from .emulation import DEADLINE_S, Emulation
+from .emulation import Emulation
 from .sweep import Case
-
-LAYERS_PER_GRAPH = 10
 
 
 class EmulatedLayer(Emulation):
@@ -26,20 +24,23 @@ class EmulatedLayer(Emulation):
     def __init__(
         self, case: Case, num_ranks: int, group: Group, device: torch.device, chosen: Schedule | None = None
     ) -> None:
+        super().__init__(case, num_ranks, group, device)
+        with self.guarded():
+            self._prepare(chosen)
+
+    def _prepare(self, chosen: Schedule | None) -> None:
         from fa4_a2a.overlap import OverlapPlan
 
-        super().__init__(case, num_ranks, group, device)
-        shape, rank = self.shape, group.rank
-        kernel = overlap.load(device, case.dtype, shape.head_dim, False)
+        shape, rank, device, num_ranks = self.shape, self.group.rank, self.device, self.shape.num_ranks
+        kernel = overlap.load(device, self.case.dtype, shape.head_dim, False)
         self.schedule = schedule(shape, kernel.tile.rows, kernel.num_sms) if chosen is None else chosen
         self.expected_us = prediction(shape, kernel.tile.rows, kernel.num_sms, self.schedule).exposed_us
         nbytes = aligned(shape.tensor_bytes)
-        self._block = self.memory.allocate(3 * nbytes, DEADLINE_S)
+        block = self.allocate(3 * nbytes)
         q, k, v = (
-            self._block.peers[rank][i * nbytes :][: shape.tensor_bytes].view(self.dtype).view(self._sizes)
-            for i in range(3)
+            block.peers[rank][i * nbytes :][: shape.tensor_bytes].view(self.dtype).view(self._sizes) for i in range(3)
         )
-        own, other = self._block.addresses[rank], self._block.addresses[1 - rank]
+        own, other = block.addresses[rank], block.addresses[1 - rank]
         addresses = [[(own if peer == 0 else other) + i * nbytes for peer in range(num_ranks)] for i in range(3)]
         chunk_at = [-peer % num_ranks for peer in range(num_ranks)]
         signals = self.signals.addresses[rank], self.signals.addresses[1 - rank]
@@ -61,10 +62,6 @@ class EmulatedLayer(Emulation):
     def __call__(self) -> torch.Tensor:
         self._launch(self._attention, self._inputs, self.schedule.send_pace_ns, 1, self._release)
         return self._out
-
-    def close(self) -> None:
-        super().close()
-        self.memory.free(self._block, DEADLINE_S)
 
     def tokens(self, gpu: int) -> list[torch.Tensor]:
         s = self.shape

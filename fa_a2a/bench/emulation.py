@@ -8,13 +8,14 @@ publishes to P peers and waits for P of them, and one that lacks is missed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from einops import rearrange
 
 from ..comm.group import Group
-from ..comm.symmetric import Release
+from ..comm.symmetric import Release, SymmetricBlock
 from ..errors import FaA2AError, UnsupportedError
 from ..layout import SIGNAL_BYTES, ExchangeShape, Word
 from ..nn import UlyssesAttention
@@ -46,20 +47,41 @@ class Emulation:
         assert group.workspace is not None
         self.memory = group.workspace.memory
         self._ranks = group.workspace.signals  # of the two; those of the emulated ranks are a block of their own
-        self.signals = self.memory.allocate(SIGNAL_BYTES, DEADLINE_S)
+        self._blocks: list[SymmetricBlock] = []
         self.slots = Slots(group, device, num_ranks, self.shape.tensor_bytes)
-        own, other = self.signals.addresses[group.rank], self.signals.addresses[1 - group.rank]
-        blocks = [own, *(other + 8 * c for c in range(1, num_ranks))]
-        self._table = torch.tensor(blocks, dtype=torch.int64, device=device)
-        self.local = local_sink(self.shape, self.dtype, device)
-        # no LSE is asked for, so that the local one serves
-        self.sink = Sink(
-            tuple(o[:, :, : self.shape.local_heads] for o in self._outputs(self.slots.views)), self.local.lse
-        )
+        with self.guarded():
+            self.signals = self.allocate(SIGNAL_BYTES)
+            own, other = self.signals.addresses[group.rank], self.signals.addresses[1 - group.rank]
+            blocks = [own, *(other + 8 * c for c in range(1, num_ranks))]
+            self._table = torch.tensor(blocks, dtype=torch.int64, device=device)
+            self.local = local_sink(self.shape, self.dtype, device)
+            # no LSE is asked for, so that the local one serves
+            self.sink = Sink(
+                tuple(o[:, :, : self.shape.local_heads] for o in self._outputs(self.slots.views)), self.local.lse
+            )
+
+    def allocate(self, nbytes: int) -> SymmetricBlock:
+        """A block that `close` frees. Collective."""
+        self._blocks.append(self.memory.allocate(nbytes, DEADLINE_S))
+        return self._blocks[-1]
 
     def close(self) -> None:
-        self.slots.close()
-        self.memory.free(self.signals, DEADLINE_S)
+        try:
+            self.slots.close()  # which waits until neither GPU stores any more
+        finally:
+            while self._blocks:
+                self.memory.free(self._blocks.pop(0), DEADLINE_S)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around steps that use this: an error closes it, and is raised whatever closing meets."""
+        try:
+            with self.group.together():
+                yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.close()
+            raise
 
     def work(self, gpu: int) -> Qkv:
         """What a GPU computes on: q in chunk order, k and v, (B, S, h, D)."""
@@ -102,6 +124,7 @@ class Emulation:
             whole = torch.full(got.shape, -1, dtype=torch.int16, device=self.device)
             whole[:, :, : self.shape.local_heads] = want.view(torch.int16)
             bad += int((got.view(torch.int16) != whole).sum())
+        bad += sum(int((slot[self.shape.tensor_bytes :] != 0xFF).sum()) for slot in here)
         told = self.group.exchange("emulated outputs", bad, DEADLINE_S)
         if any(told):
             raise FaA2AError(f"{told} elements of the two GPUs' outputs are wrong: a bug; no time is reported")

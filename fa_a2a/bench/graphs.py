@@ -9,6 +9,7 @@ import torch
 from ..comm.group import Group
 
 Captured = tuple[torch.cuda.CUDAGraph, torch.Tensor]
+LAYERS_PER_GRAPH = 10  # of those that time whole layers
 _AGREE_S = 300.0
 
 

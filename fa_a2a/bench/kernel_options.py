@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from . import kernel, kernel_designs, launch
 
     if not torch.cuda.is_available():
-        raise ConfigurationError("kernel measures attention on a GPU, and torch sees none")
+        raise ConfigurationError("kernel measures attention on a GPU, and torch sees none; run it where there is one")
     if arguments.rounds < 1:
         raise ConfigurationError(f"--rounds must be at least 1, got {arguments.rounds}")
     variants = [variant(text, OUTPUTS) for text in arguments.variants]

@@ -18,7 +18,6 @@ Modes: eager, one call after another; graph, calls of a CUDA graph that holds LA
 from __future__ import annotations
 
 import math
-import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -33,7 +32,8 @@ from ..comm.group import Group, resolve
 from ..errors import FaA2AError
 from ..lifecycle import close
 from . import record, table
-from .graphs import capture_everywhere
+from .clock import median_cycles
+from .graphs import LAYERS_PER_GRAPH, capture_everywhere
 from .layer_case import Layer, Way
 from .layer_methods import alone, ways
 from .plot_parts import draw_newest
@@ -42,7 +42,6 @@ from .timing import Method, Times, interleaved
 
 Calls = dict[str, Callable[[], object]]
 
-LAYERS_PER_GRAPH = 10
 _TARGET_ROUND_US = 6000.0  # length of a timed region, for fa_a2a
 _HOST_CALLS = 10
 
@@ -94,7 +93,7 @@ def _measure(
         named = {name: Method(call) for name, call in calls.items()}
         mhz: Times = {}
         times = interleaved(named, rounds=case.rounds, calls=repeats, device=device, align=layer.align, clocks=mhz)
-        cycles = {name: statistics.median(map(operator.mul, times[name], mhz[name])) for name in mhz}
+        cycles = median_cycles(times, mhz)
         median = {name: statistics.median(rounds) / per_call for name, rounds in times.items()}
         tiles = [name for name in median if name.startswith("attention")]
         best = min(tiles, key=lambda name: median[name])

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from . import checks, launch, main, pace
 
     if not torch.cuda.is_available():
-        raise ConfigurationError("pace measures stores between GPUs, and torch sees none")
+        raise ConfigurationError("pace measures stores between GPUs, and torch sees none; run it where there are two")
     arguments.kernel, arguments.profile = "fa4", "none"
     cases, chosen = main.cases(arguments, "cuda"), configs(arguments.variants, arguments.orders, arguments.paces)
     rows = main.rows_by_ranks(cases, main.rank_counts(arguments.ranks, "cuda"), chosen_heads=True)

@@ -54,14 +54,14 @@ def emulated_lines(lines: Lines) -> Lines:
 
 
 def emulated(lines: Lines, path: Path) -> None:
-    """`residual` of emulated ranks."""
-    residual(emulated_lines(lines), path)
+    """`residual` of emulated ranks, which the title tells from as many GPUs."""
+    residual(emulated_lines(lines), path, "two GPUs, each standing for one of P ranks")
 
 
-def residual(lines: Lines, path: Path) -> None:
+def residual(lines: Lines, path: Path, remark: str = "") -> None:
     """A panel for the sender-visible time and one for the ready time, in per cent of attention alone: cost with its
     95 % interval (sender-visible: at equal clocks where the line has that), E_res, and the predicted cost as a line; a
-    colour for each kernel, P and H. One device a plot."""
+    colour for each kernel, P and H. One device a plot. remark: for the title."""
     lines = parts.latest(lines, "sweep", ("kernel",), (*_COSTS, "predicted_sender_us"))
     labels, _ = parts.details(lines)
     plt = parts.pyplot()
@@ -107,7 +107,7 @@ def residual(lines: Lines, path: Path) -> None:
         axis.axhline(0, color="gray", linewidth=0.8)
         axis.set(title=what, ylabel="per cent of attention alone")
         parts.against_length(axis, lines)
-    parts.finish(figure, plt, lines, path)
+    parts.finish(figure, plt, lines, path, remark)
 
 
 def _cost_field(line: dict[str, Any], which: str) -> str:

@@ -111,9 +111,9 @@ def against_length(axis: Any, lines: Lines) -> None:
     axis.legend(fontsize=7)
 
 
-def finish(figure: Any, plt: Any, lines: Lines, path: Path) -> None:
+def finish(figure: Any, plt: Any, lines: Lines, path: Path, remark: str = "") -> None:
     device = lines[0]["device"]
-    parts = (device, details(lines)[1], max(p["date"][:10] for p in lines))
+    parts = (device, details(lines)[1], max(p["date"][:10] for p in lines), remark)
     what = ", ".join(filter(None, parts))
     if device == "CPU":
         what += ": processes on one CPU, a check of correctness, not of speed"

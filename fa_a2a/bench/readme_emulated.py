@@ -10,7 +10,7 @@ _PUBLISHED = ("world_size", "num_heads", "kernel", "seq_len")
 
 
 def emulated(lines: Lines) -> str:
-    return f"{emulated_table(lines)}\n\n{emulated_sentence(lines)}"
+    return "\n\n".join(filter(None, (emulated_table(lines), emulated_sentence(lines))))
 
 
 def emulated_table(lines: Lines) -> str:
@@ -60,7 +60,7 @@ def _signed(value: float | None) -> str:
 
 
 def emulated_sentence(lines: Lines) -> str:
-    """The overlapped layer on two GPUs that stand for more, in a graph, by ranks and heads."""
+    """The overlapped layer on two GPUs that stand for more, in a graph, by ranks and heads; "" without such lines."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for x in newest(lines, "emulated_layer", ("num_ranks", "num_heads", "seq_len", "mode")):
         if x["mode"] == "graph" and is_shown(x):
@@ -70,4 +70,6 @@ def emulated_sentence(lines: Lines) -> str:
         times = ", ".join(f"{x['overlapped_us']:.0f} ({x['vs_attention']:.2f}){mark(x)}" for x in runs)
         lengths = ", ".join(str(x["seq_len"]) for x in runs)
         told.append(f"P = {ranks}, {heads} heads: {times} at {lengths}")
-    return f"The overlapped layer so, in a graph, us (over attention alone): {'; '.join(told)}."
+    if not told:
+        return ""
+    return f"The overlapped layer measured so, in a graph, us (over attention alone): {'; '.join(told)}."

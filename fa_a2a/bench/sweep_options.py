@@ -61,13 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ..xstage import load_profile
     from . import checks, forecast, launch, main, record
 
+    if arguments.emulate is not None:
+        return _emulate(arguments)
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("--device cuda needs a GPU, and torch sees none; leave it out to use CPU processes")
     layer = arguments.layer is not None
     chosen_heads = arguments.heads is not None
-    if arguments.emulate is not None:
-        return _emulate(arguments, kind)
     if layer and kind == "cuda":
         arguments.heads = arguments.heads or [24]
     rows = main.rows_by_ranks(main.cases(arguments, kind), main.rank_counts(arguments.ranks, kind), chosen_heads)
@@ -98,7 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _emulate(arguments: argparse.Namespace, kind: str) -> int:
+def _emulate(arguments: argparse.Namespace) -> int:
+    import torch
+
     from .. import config
     from ..layout import MAX_RANKS
     from ..ops import overlap_schedule
@@ -107,16 +109,20 @@ def _emulate(arguments: argparse.Namespace, kind: str) -> int:
 
     num_ranks, layer = arguments.emulate, arguments.layer is not None
     for wrong, got in (
-        (kind != "cuda", f"--device {kind}"),
+        (arguments.device == "cpu", "--device cpu"),
         (bool(arguments.layer), f"--layer {' '.join(arguments.layer or ())}"),
         (arguments.plot is not None, "--plot"),
-        (arguments.ranks not in (None, [2]), f"--ranks {arguments.ranks}"),
+        (arguments.ranks not in (None, [2]), f"--ranks {','.join(map(str, arguments.ranks or ()))}"),
         (launch.under_torchrun() and os.environ["WORLD_SIZE"] != "2", f"{os.environ.get('WORLD_SIZE')} of torchrun's"),
     ):
         if wrong:
             raise ConfigurationError(
                 f"--emulate takes two ranks on two GPUs, and draws nothing; got {got}; leave it out"
             )
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "--emulate measures two GPUs, and torch sees none; fa-a2a audit tells without them what the model expects"
+        )
     if not 2 < num_ranks <= MAX_RANKS:
         raise ConfigurationError(f"--emulate takes 3 to {MAX_RANKS} ranks, got {num_ranks}; sweep measures 2")
     if layer and not all(
@@ -125,11 +131,13 @@ def _emulate(arguments: argparse.Namespace, kind: str) -> int:
         raise ConfigurationError("--layer --emulate is for kernel fa4, head_dim 128 and batch 1; leave them out")
     if layer and num_ranks > overlap_schedule.MAX_RANKS:
         raise ConfigurationError(f"the layer is for at most {overlap_schedule.MAX_RANKS} ranks, got {num_ranks}")
-    (rows,) = main.rows_by_ranks(main.cases(arguments, kind), [num_ranks], arguments.heads is not None).values()
+    if layer:
+        arguments.heads = arguments.heads or [24]
+    (rows,) = main.rows_by_ranks(main.cases(arguments, "cuda"), [num_ranks], arguments.heads is not None).values()
     config.check()
     if arguments.profile is not None:
         load_profile(arguments.profile)
     out = arguments.out or checks.RESULTS / f"{emulate.LAYER_KIND if layer else emulate.KIND}.jsonl"
     checks.appendable(out)
-    launch.run(emulate.body, main.rank_counts([2], kind)[0], kind, rows, num_ranks, layer, out)
+    launch.run(emulate.body, main.rank_counts([2], "cuda")[0], "cuda", rows, num_ranks, layer, out)
     return 0

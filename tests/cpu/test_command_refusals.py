@@ -244,11 +244,14 @@ def test_soak(refusal, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("", "--emulate takes two ranks on two GPUs, and draws nothing; got --device cpu; leave it out"),
-        ("--device cpu", "got --device cpu"),
+        ("", "--emulate measures two GPUs, and torch sees none; fa-a2a audit tells"),
+        ("--layer", "torch sees none; fa-a2a audit tells"),
+        ("--device cuda", "torch sees none; fa-a2a audit tells"),
+        ("--device cpu", "two ranks on two GPUs, and draws nothing; got --device cpu; leave it out"),
     ],
 )
-def test_emulation_is_of_gpus(refusal, options, message):
+def test_emulation_is_of_gpus(refusal, monkeypatch, options, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert message in refusal("sweep", "--emulate", "8", *options.split())
 
 
@@ -260,7 +263,7 @@ def test_emulation_is_of_gpus(refusal, options, message):
         ("--emulate 8 --layer --batch 2", "is for kernel fa4, head_dim 128 and batch 1"),
         ("--emulate 16 --layer", "at most 8 ranks, got 16"),
         ("--emulate 8 --plot x.png", "got --plot"),
-        ("--emulate 8 --ranks 4", "got --ranks [4]"),
+        ("--emulate 8 --ranks 4", "got --ranks 4; leave"),
         ("--emulate 2", "--emulate takes 3 to 32 ranks, got 2; sweep measures 2"),
         ("--emulate 33", "got 33"),
         ("--emulate 8 --heads 12", "12 heads over 8 ranks"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fa_a2a.bench import table
-from fa_a2a.bench.readme_emulated import emulated_table
+from fa_a2a.bench.readme_emulated import emulated, emulated_table
 from fa_a2a.errors import ConfigurationError
 from fa_a2a.plot import draw
 from fa_a2a.xstage import design, load_profile, predict_cost
@@ -98,13 +98,21 @@ def test_the_readmes_table_shows_what_has_a_published_row():
     assert len(published) == 10 and len(rows) == 5
     assert "| 85.4 / 99.4 | +14.0 (+16.4 %) |" in rows[0] and "| 195.2 / 207.0 | +11.8 (+6.0 %) |" in rows[0]
     assert not emulated_table(lines[:-10]).splitlines()[2:]
+    assert emulated(lines) == emulated_table(lines), "no sentence of layers without lines of them"
     without = [x for x in lines if x["kernel"] != "fa3" or x["seq_len"] != 8192 or x["kind"] != "emulated"]
     assert emulated_table(without).splitlines()[2].count("| - | - | - |") == 1
 
 
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_plot(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
     lines = recorded("emulated_h200x2.jsonl", "emulated")
     assert draw(lines, tmp_path / "x.png") == [tmp_path / "x.png"]
-    with pytest.raises(ConfigurationError, match="plots are made of lines of kind"):
-        draw([line | {"predicted_sender_us": None} for line in lines], tmp_path / "y.png")
+    assert "two GPUs, each standing for one of P ranks" in figures[0]._suptitle.get_text()
+    bare = [line | {"predicted_sender_us": None} for line in lines]
+    with pytest.raises(ConfigurationError, match="beside the model's predictions, got none with one; measure with"):
+        draw(bare, tmp_path / "y.png")
+    with pytest.raises(ConfigurationError, match="got emulated_layer; name such a file"):
+        draw(recorded("emulated_layer_h200x2.jsonl", "emulated_layer"), tmp_path / "y.png")
+    assert draw([*bare, *recorded("layer_h200x2.jsonl", "layer")], tmp_path / "z.png") == [tmp_path / "z.png"]

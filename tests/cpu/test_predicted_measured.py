@@ -97,7 +97,7 @@ def test_every_recorded_sweep_line():
 
 
 def test_at_equal_clocks_every_sender_visible_cost_is_as_predicted():
-    """A GPU at its power limit changes its clock from round to round, by up to 15 %, and the times with it. The
+    """A GPU at its power limit changes its clock from round to round, by up to 37 %, and the times with it. The
     cycles do not scatter: with the clock beside each time, nothing is left undecided. (Ready times are those of ranks
     that wait for each other, whichever is slower at the moment; no one clock goes with them.)"""
     lines = [line for line in map(todays, sweeps()) if "cost_sender_equal_clock_us" in line]

@@ -1,10 +1,12 @@
 """Two GPUs that each stand for one rank of more: where their stores go, and that a wrong one is found."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from fa_a2a.bench import emulate
+from fa_a2a.bench import emulate, slots
 from fa_a2a.bench.emulation import Emulation
 from fa_a2a.bench.record import read
 from fa_a2a.bench.slots import Slots
@@ -52,6 +54,36 @@ def use_slots(device, group, rank):
     assert [int(view.unique()) for view in slots.received] == [10 * (1 - rank) + c for c in (1, 2, 3)]
     dist.barrier()
     slots.close()
+
+
+def fail(error):
+    def raiser(*_):
+        raise error
+
+    return raiser
+
+
+@pytest.mark.parametrize("step", ["_granularity", "_export", "_swap"])
+def test_what_one_rank_cannot_do_is_refused_on_both_at_once(pair, monkeypatch, step):
+    group, begin = resolve(None), time.monotonic()
+    with monkeypatch.context() as made:
+        if dist.get_rank() == 1:
+            made.setattr(slots, step, fail(UnsupportedError("made to fail")))
+        with pytest.raises(UnsupportedError, match="rank 1: made to fail"):
+            Slots(group, pair, 4, 3 << 20, timeout_s=30.0)
+    assert time.monotonic() - begin < (15 if step == "_swap" else 5)
+    use_slots(pair, group, dist.get_rank())
+
+
+def test_an_error_of_one_rank_is_the_one_that_it_raises(pair, kernels_are_cached, monkeypatch):
+    """The other one hears of it, and nobody waits for a deadline."""
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(Emulation, "release", fail(RuntimeError("made to fail")))
+    with pytest.raises(RuntimeError, match="made to fail" if dist.get_rank() == 1 else "rank 1 gave up: made to fail"):
+        emulate.measure(case(), RANKS, pair, lambda: None, {})
+    assert time.monotonic() - begin < 20
+    assert resolve(None).poisoned is not None
 
 
 @pytest.mark.parametrize(("num_ranks", "head_dim"), [(3, 128), (4, 128), (RANKS, 128), (RANKS, 64)])
