@@ -13,7 +13,6 @@ byte that the other GPU stored here, and that nothing else was written.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -21,53 +20,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ..comm.group import resolve
 from ..comm.symmetric import Release
 from ..errors import FaA2AError
 from ..ops.kernels import Sink
 from ..xstage import convergence
-from . import forecast, record, table
+from . import forecast, progress, record, table
 from .alone import candidates
 from .clock import median_cycles
 from .emulated_layer import EmulatedLayer
 from .emulation import Emulation
 from .graphs import LAYERS_PER_GRAPH, agree, capture_everywhere
+from .main import title
+from .progress import Line, Tick
 from .sweep import Case, differences, differences_at_equal_clocks
-from .timing import Method, Times, calls_per_round, interleaved
+from .timing import Method, Times, calls_per_round, interleaved, rounded
 
 KIND, LAYER_KIND = "emulated", "emulated_layer"
-Tick = Callable[[], object]
+MODES = ("eager", "graph")
 
 
 def body(device: torch.device, rows: list[Case], num_ranks: int, layer: bool, out: Path) -> None:
     """What each of the two ranks runs. Rank 0 shows the progress and writes the lines."""
-    group, lines = resolve(None), list[dict[str, Any]]()
+    group = resolve(None)
     main = group.rank == 0
     if main:
         header = table.emulated_layer_header() if layer else table.emulated_header()
         print(f"\n2 of {num_ranks} ranks, each on one {record.device_name(device)}\n{header}", flush=True)
-    steps = sum(row.rounds + 1 for row in rows) * (2 if layer else 1)
-    with tqdm(total=steps, disable=not main, leave=False, unit="round", file=sys.stderr) as bar:
-        for row in rows:
-            bar.set_description(f"P={num_ranks} S={row.seq_len} H={row.num_heads}")
-            if layer:
-                found = measure_layer(row, num_ranks, device, bar.update)
-            else:
-                prediction = forecast.predict(row, num_ranks, device, measured_with=group.size)
-                if main and prediction["predicted_sender_us"] is not None:
-                    before = record.environment(forecast.KIND, device, group.size) | {"num_ranks": num_ranks}
-                    record.append(out, [before | asdict(row) | prediction])
-                found = [measure(row, num_ranks, device, bar.update, prediction)]
-            if main:
-                record.append(out, found)
-                for line in found:
-                    bar.write(table.emulated_layer_row(line) if layer else table.emulated_row(line), file=sys.stdout)
-                sys.stdout.flush()
-            lines += [line | {"world_size": num_ranks} for line in found]
+
+    def measured(row: Case, tick: Tick) -> list[Line]:
+        if layer:
+            return measure_layer(row, num_ranks, device, tick)
+        prediction = forecast.written_down(row, num_ranks, device, out if main else None, measured_with=group.size)
+        return [measure(row, num_ranks, device, tick, prediction)]
+
+    shown = partial(map, table.emulated_layer_row if layer else table.emulated_row)
+    series = len(MODES) if layer else 1
+    lines = progress.run(rows, partial(title, num_ranks), measured, shown, out, main=main, series=series)
     if main and not layer:
-        print("\n".join(convergence.report(lines)), flush=True)
+        print("\n".join(convergence.report(x | {"world_size": num_ranks} for x in lines)), flush=True)
 
 
 def measure(case: Case, num_ranks: int, device: torch.device, tick: Tick, prediction: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +99,7 @@ def measure(case: Case, num_ranks: int, device: torch.device, tick: Tick, predic
         **(differences_at_equal_clocks(times, mhz) if mhz else {}),
         "bitwise_equal": True,
         "calls_per_round": calls,
-        "rounds_us": {name: [round(x, 2) for x in values] for name, values in times.items()},
+        "rounds_us": rounded(times),
         **prediction,
     }
 
@@ -123,7 +115,7 @@ def measure_layer(case: Case, num_ranks: int, device: torch.device, tick: Tick) 
         calls: dict[str, Callable[[], torch.Tensor]] = {"overlapped": here}
         for name, adapter in candidates("attention", here.adapter, qkv[0].shape).items():
             calls[name] = lambda adapter=adapter: adapter.local(*qkv, here.scale, 1, False)[0]  # type: ignore[misc]
-        for mode in ("eager", "graph"):
+        for mode in MODES:
             methods, per_call = {name: Method(call) for name, call in calls.items()}, 1
             if mode == "graph":
                 per_call = LAYERS_PER_GRAPH
@@ -159,8 +151,8 @@ def _layer_line(here: EmulatedLayer, num_ranks: int, mode: str, times: Times, mh
         "expected_exposed_us": round(here.expected_us, 2),
         "bitwise_equal": True,
         "calls_per_round": calls,
-        "rounds_us": {name: [round(x, 2) for x in values] for name, values in times.items()},
-        "rounds_mhz": {name: [round(x, 1) for x in values] for name, values in mhz.items()},
+        "rounds_us": rounded(times),
+        "rounds_mhz": rounded(mhz, 1),
     }
 
 

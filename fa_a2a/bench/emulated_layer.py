@@ -55,7 +55,7 @@ class EmulatedLayer(Emulation):
             device,
         )
         self._attention = overlap.attention(shape, kernel, self.schedule, (q, k, v), self.sink, self.scale, False)
-        self._inputs = tuple(self.tokens(rank))
+        self._inputs = self.tokens(rank)
         self._release = self.release()
         self._out = self._outputs(self.slots.views)[0]
 
@@ -63,7 +63,7 @@ class EmulatedLayer(Emulation):
         self._launch(self._attention, self._inputs, self.schedule.send_pace_ns, 1, self._release)
         return self._out
 
-    def tokens(self, gpu: int) -> list[torch.Tensor]:
+    def tokens(self, gpu: int) -> Qkv:
         s = self.shape
         return self.random(gpu, (1, s.local_seq, s.num_heads, s.head_dim))
 

@@ -17,13 +17,15 @@ from einops import rearrange
 from ..comm.group import Group
 from ..comm.symmetric import Release, SymmetricBlock
 from ..errors import FaA2AError, UnsupportedError
-from ..layout import SIGNAL_BYTES, ExchangeShape, Word
+from ..layout import SIGNAL_BYTES, ExchangeShape
 from ..nn import UlyssesAttention
 from ..ops import kernels
 from ..ops.fused import local_sink
 from ..ops.kernels import AttentionKernel, Qkv, Sink
+from . import draws
 from .slots import Slots
 from .sweep import Case
+from .timing import meet
 
 DEADLINE_S = 30.0
 
@@ -86,17 +88,15 @@ class Emulation:
     def work(self, gpu: int) -> Qkv:
         """What a GPU computes on: q in chunk order, k and v, (B, S, h, D)."""
         s = self.shape
-        q, k, v = self.random(gpu, (s.batch, s.seq_len, s.local_heads, s.head_dim))
-        return q, k, v
+        return self.random(gpu, (s.batch, s.seq_len, s.local_heads, s.head_dim))
 
-    def random(self, gpu: int, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    def random(self, gpu: int, shape: tuple[int, ...]) -> Qkv:
         """q, k, v of a GPU, drawn on either."""
-        generator = torch.Generator(self.device).manual_seed(1 + gpu)
-        return [torch.randn(shape, generator=generator, device=self.device).to(self.dtype) for _ in range(3)]
+        return draws.qkv(shape, self.dtype, self.device, seed=1 + gpu)
 
     def align(self) -> None:
         """Makes the two GPUs' streams go on together."""
-        self.memory.signal(self._ranks, Word.READY, advance=True, publish=True, wait=True)
+        meet(self.memory, self._ranks)
 
     def release(self, *, silent: bool = False) -> Release:
         """The end of a call among all ranks: it counts the call, publishes and waits; silent: something else does."""

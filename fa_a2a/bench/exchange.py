@@ -28,10 +28,9 @@ from ..errors import ConfigurationError
 from ..layout import SIGNAL_BYTES
 from .exchange_methods import BASELINES, TIMEOUT_S, Call, Case, Exchange, parse
 from .record import append, environment
-from .timing import Method, interleaved
+from .timing import TARGET_ROUND_US, Method, interleaved
 
 CALLS_PER_GRAPH = 10
-_TARGET_ROUND_US = 6000.0
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
@@ -126,7 +125,7 @@ def _repeats(exchange: Exchange, methods: dict[str, Call]) -> int:
         slowest = max(slowest, (time.perf_counter() - begin) * 1e6)
     us = torch.tensor([slowest], dtype=torch.float64, device=exchange.device)
     dist.all_reduce(us, op=dist.ReduceOp.MAX)
-    return min(40, max(3, math.ceil(_TARGET_ROUND_US / us.item())))
+    return min(40, max(3, math.ceil(TARGET_ROUND_US / us.item())))
 
 
 def _host_us(exchange: Exchange, call: Call) -> float:

@@ -15,6 +15,8 @@ from ..comm.nvshmem import Nvshmem
 from ..comm.symmetric import SymmetricBlock
 from ..errors import ConfigurationError, FaA2AError
 from ..layout import ExchangeShape, Word, aligned, chunk_owners
+from . import draws
+from .timing import meet
 
 BASELINES = ("copies", "nccl", "nccl_packed")
 TIMEOUT_S = 30.0
@@ -67,9 +69,8 @@ class Exchange:
             case.batch, case.seq_len, case.num_heads, case.head_dim, group.size, self.dtype.itemsize
         )
         self.record = torch.zeros(8, dtype=torch.int64, pin_memory=True)  # of our kernel's faults
-        generator = torch.Generator(device).manual_seed(1 + group.rank)
         local = (case.batch, self.shape.local_seq, case.num_heads, case.head_dim)
-        self.qkv = [torch.randn(local, generator=generator, device=device).to(self.dtype) for _ in range(3)]
+        self.qkv = draws.qkv(local, self.dtype, device, seed=1 + group.rank)
         self.owners = chunk_owners(group.rank, memory.positions, memory.world)
         orders = [chunk_owners(r, memory.positions, memory.world) for r in range(group.size)]
         self.chunk_at = [order.index(group.rank) for order in orders]
@@ -111,7 +112,7 @@ class Exchange:
         self.memory.free(self.block, TIMEOUT_S)
 
     def barrier(self) -> None:
-        self.memory.signal(self.signals, Word.READY, advance=True, publish=True, wait=True)
+        meet(self.memory, self.signals)
 
     def call(self, name: str) -> Call:
         """One exchange; returns Q, K, V unless they are in the buffers."""

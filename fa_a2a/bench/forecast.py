@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from ..xstage import (
     shipped_profile,
 )
 from ..xstage.attention_run import simulate_attention
-from .record import device_name
+from .record import append, device_name, environment
 
 if TYPE_CHECKING:
     from .sweep import Case
@@ -62,6 +63,17 @@ def predict(case: Case, num_ranks: int, device: torch.device, measured_with: int
     if case.head_dim not in chosen.tiles:
         return empty | {"prediction_note": f"the model knows no tiles of kernel {case.kernel!r} for this head_dim"}
     return fields(case, num_ranks, chosen, profile)
+
+
+def written_down(
+    case: Case, num_ranks: int, device: torch.device, out: Path | None, measured_with: int | None = None
+) -> dict[str, Any]:
+    """`predict`; what it expects is a line of `out`, if there is one, before anything is measured."""
+    prediction = predict(case, num_ranks, device, measured_with)
+    if out is not None and prediction["predicted_sender_us"] is not None:
+        line = environment(KIND, device, measured_with or num_ranks) | asdict(case) | prediction
+        append(out, [line if measured_with is None else line | {"num_ranks": num_ranks}])
+    return prediction
 
 
 def fields(case: Case, num_ranks: int, chosen: KernelDesign, profile: PlatformProfile) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..ops.fused import local_sink
 from ..ops.kernels import Qkv
 from ..xstage.speeds import FORM
 from ..xstage.tiles import Tile
-from . import one_gpu, record
+from . import one_gpu, progress, record
 from .alone import candidates
 
 Variants = list[tuple[tuple[int, int], str]]
@@ -51,7 +51,7 @@ def body(device: torch.device, cases: list[Case], variants: Variants, out: Path)
     def title(case: Case) -> str:
         return f"S={case.seq_len} h={case.local_heads}"
 
-    one_gpu.run(cases, title, lambda case, tick: measure(case, variants, device, tick), _row, out)
+    progress.run(cases, title, lambda case, tick: measure(case, variants, device, tick), partial(map, _row), out)
 
 
 def measure(

@@ -31,7 +31,7 @@ from ..layout import ExchangeShape
 from ..ops import fused, kernels
 from ..ops.kernels import Qkv, Sink
 from ..ops.pace import slice_pace_ns
-from . import one_gpu, record
+from . import one_gpu, progress, record
 from .alone import candidates
 from .timing import paired
 
@@ -59,7 +59,7 @@ def body(device: torch.device, cases: list[Case], forms: list[str], out: Path) -
     def title(case: Case) -> str:
         return f"S={case.seq_len} h={case.local_heads} P={case.num_ranks}"
 
-    one_gpu.run(cases, title, lambda case, tick: measure(case, forms, device, tick), _row, out)
+    progress.run(cases, title, lambda case, tick: measure(case, forms, device, tick), partial(map, _row), out)
 
 
 def measure(

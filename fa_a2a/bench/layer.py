@@ -38,11 +38,10 @@ from .layer_case import Layer, Way
 from .layer_methods import alone, ways
 from .plot_parts import draw_newest
 from .sweep import Case
-from .timing import Method, Times, interleaved
+from .timing import TARGET_ROUND_US, Method, Times, interleaved
 
 Calls = dict[str, Callable[[], object]]
 
-_TARGET_ROUND_US = 6000.0  # length of a timed region, for fa_a2a
 _HOST_CALLS = 10
 
 
@@ -154,7 +153,7 @@ def _repeats(call: Callable[[], object], per_call: int, layer: Layer) -> int:
     """Calls per timed region, the same for all methods and ranks."""
     if layer.device.type != "cuda":
         return 1
-    return min(40, max(3 if per_call == 1 else 1, math.ceil(_TARGET_ROUND_US / layer.slowest_us(call))))
+    return min(40, max(3 if per_call == 1 else 1, math.ceil(TARGET_ROUND_US / layer.slowest_us(call))))
 
 
 def _host_us(call: Callable[[], object], per_call: int, layer: Layer) -> float | None:

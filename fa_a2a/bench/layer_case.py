@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from ..comm.group import Group
 from ..errors import FaA2AError
-from ..layout import Word
 from ..nn import UlyssesAttention
 from . import graphs
 from .sweep import Case, inputs
+from .timing import meet
 
 Call = Callable[[], torch.Tensor]
 
@@ -57,7 +57,7 @@ class Layer:
         """Makes the ranks' streams go on together."""
         workspace = self.group.workspace
         assert workspace is not None
-        workspace.memory.signal(workspace.signals, Word.READY, advance=True, publish=True, wait=True)
+        meet(workspace.memory, workspace.signals)
 
     def wait(self) -> None:
         if self.device.type == "cuda":

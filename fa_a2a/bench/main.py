@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from .. import config
 from ..errors import ConfigurationError, ShapeError, UnsupportedError
 from ..layout import MAX_RANKS, ExchangeShape
 from ..ops import kernels
 from ..xstage import convergence
-from . import checks, forecast, record, table
+from . import checks, forecast, progress, record, table
 from .launch import under_torchrun
 from .plot_parts import draw_newest
 from .sweep import Case, measure
@@ -117,21 +115,18 @@ def sweep_body(device: torch.device, rows: list[Case], out: Path) -> None:
     """What each rank runs. Rank 0 shows the progress and writes the lines."""
     main = dist.get_rank() == 0
     ranks = dist.get_world_size()
-    steps = sum(row.rounds + 1 for row in rows)
     if main:
         name = record.device_name(device)
         print(f"\n{ranks} ranks on {name}\n{table.sweep_header(name)}", flush=True)
-    with tqdm(total=steps, disable=not main, leave=False, unit="round", file=sys.stderr) as bar:
-        for row in rows:
-            bar.set_description(f"P={ranks} S={row.seq_len} H={row.num_heads}")
-            prediction = forecast.predict(row, ranks, device)
-            if main and prediction["predicted_sender_us"] is not None:
-                record.append(out, [record.environment(forecast.KIND, device, ranks) | asdict(row) | prediction])
-            line = measure(row, device, bar.update, prediction)
-            if main:
-                record.append(out, [line])
-                bar.write(table.sweep_row(line), file=sys.stdout)
-                sys.stdout.flush()
+
+    def measured(row: Case, tick: progress.Tick) -> list[progress.Line]:
+        return [measure(row, device, tick, forecast.written_down(row, ranks, device, out if main else None))]
+
+    progress.run(rows, partial(title, ranks), measured, partial(map, table.sweep_row), out, main=main)
+
+
+def title(num_ranks: int, row: Case) -> str:
+    return f"P={num_ranks} S={row.seq_len} H={row.num_heads}"
 
 
 CPU_NOTE = "CPU processes: a check that fused equals serial, bit by bit; their times say nothing of GPUs."

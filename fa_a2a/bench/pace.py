@@ -12,7 +12,6 @@ the stock kernel on plain tensors. Every configuration's output is compared bitw
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -21,19 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from ..comm.group import resolve
 from ..comm.workspace import Workspace
 from ..errors import FaA2AError
-from ..layout import Word
 from ..ops import fused, serial
 from ..ops.functional import HeadShards
 from ..ops.kernels import Qkv, Sink
 from ..ops.plan import Plan
-from . import record, stalls, sweep
+from . import progress, record, stalls, sweep
 from .pace_options import ORDERS, Config, build_of
-from .timing import Method, calls_per_round, interleaved, paired
+from .timing import Method, calls_per_round, interleaved, meet, paired, rounded
 
 STOCK = "stock"
 _ADVANCE_PUBLISH_WAIT = 7  # flags of the signal kernel: each call of a measurement is an epoch of its own
@@ -43,20 +40,17 @@ Calls = dict[str, Callable[[], None]]
 
 def body(device: torch.device, cases: list[sweep.Case], chosen: list[Config], stamps: bool, out: Path) -> None:
     """What each rank runs. Rank 0 shows the progress and writes the lines."""
+
+    def title(case: sweep.Case) -> str:
+        return f"S={case.seq_len} H={case.num_heads}"
+
+    def shown(lines: list[dict[str, Any]]) -> list[str]:
+        first = lines[0]
+        head = f"\nS {first['seq_len']}, H {first['num_heads']}, us (cost over local stores, 95 %):"
+        return [head, *map(_row, lines)]
+
     main = dist.get_rank() == 0
-    steps = sum(case.rounds + 1 for case in cases)
-    with tqdm(total=steps, disable=not main, leave=False, unit="round", file=sys.stderr) as bar:
-        for case in cases:
-            bar.set_description(f"S={case.seq_len} H={case.num_heads}", refresh=False)
-            lines = measure(case, chosen, stamps, device, bar.update)
-            if main:
-                record.append(out, lines)
-                bar.write(
-                    f"\nS {case.seq_len}, H {case.num_heads}, us (cost over local stores, 95 %):", file=sys.stdout
-                )
-                for line in lines:
-                    bar.write(_row(line), file=sys.stdout)
-                sys.stdout.flush()
+    progress.run(cases, title, lambda case, tick: measure(case, chosen, stamps, device, tick), shown, out, main=main)
 
 
 def measure(
@@ -68,9 +62,7 @@ def measure(
     shards = HeadShards.from_tensors(q, k, v, kernel="fa4", exchange="fused")
     plan, workspace = shards._plan, group.workspace
     assert workspace is not None
-    barrier = partial(
-        workspace.memory.signal, workspace.signals, Word.READY, advance=True, publish=True, wait=True, timeout_s=30.0
-    )
+    barrier = partial(meet, workspace.memory, workspace.signals)
     bench = _Bench(plan, workspace, (shards._q, shards._k, shards._v), device, barrier)
     calls = {STOCK: bench.stock()} | {config.name: bench.persistent(config) for config in chosen}
     dist.barrier()  # compiling took the ranks apart, and a wait inside a kernel has its deadline
@@ -223,7 +215,7 @@ def _line(common: dict[str, Any], config: Config, name: str, times: dict[str, li
         if what != "local":
             cost, ci = paired(values, mine["local"])
             line |= {f"cost_{what}_us": round(cost, 2), f"cost_{what}_ci_us": _rounded(ci)}
-    return line | {"bitwise_equal": True, "rounds_us": {what: [round(x, 2) for x in v] for what, v in mine.items()}}
+    return line | {"bitwise_equal": True, "rounds_us": rounded(mine)}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ import torch.distributed as dist
 
 from ..comm.group import resolve
 from ..errors import ProfileError
-from ..layout import Word
 from ..ops import fused, kernels, serial
 from ..ops.functional import HeadShards
 from ..xstage import design
 from ..xstage.speeds import PROFILE_HEAD_DIM
 from . import record
 from .sweep import Case, inputs
-from .timing import Method, interleaved
+from .timing import Method, interleaved, meet
 
 KIND = "publication"
 SEQ_LENS = (4608, 8192)  # two: the publication must not depend on it
@@ -61,9 +61,7 @@ def _measure(case: Case, device: torch.device) -> dict[str, list[float]] | None:
     local, qkv = fused.local_sink(plan.shape, q.dtype, device), (shards._q, shards._k, shards._v)
     alone = fused.launcher(plan, qkv, local, memory.release(signals, 30.0, silent=True))
     inside = fused.launcher(plan, qkv, local, memory.release(signals, 30.0, advance=True))
-
-    def barrier() -> None:
-        memory.signal(signals, Word.READY, advance=True, publish=True, wait=True)
+    barrier = partial(meet, memory, signals)
 
     def boundary() -> None:
         alone()

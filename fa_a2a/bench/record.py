@@ -75,9 +75,10 @@ _LAYER = (
     "fa4_a2a/persistent*.py",
     "fa4_a2a/scatter*.py",
 )
+_SWEEP = (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py")
 _FILES = {  # what the figures of a kind of line depend on
-    "sweep": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
-    "emulated": (*_SIGNAL, *_ATTENTION, "ops/pace.py", "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
+    "sweep": _SWEEP,
+    "emulated": _SWEEP,
     "pace": (*_SIGNAL, *_ATTENTION, "fa4_a2a/forward*.py", "fa4_a2a/persistent*.py"),
     "designs": _ONE_GPU,
     "kernel": _ONE_GPU,

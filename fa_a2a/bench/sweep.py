@@ -30,17 +30,18 @@ import torch.distributed as dist
 
 from ..comm.group import Group, resolve
 from ..errors import FaA2AError
-from ..layout import Word
 from ..nn import UlyssesAttention
 from ..ops import fused, serial
 from ..ops.functional import HeadShards, attention_gather
+from ..ops.kernels import Qkv
 from ..ops.plan import Plan
 from ..xstage import hidden_fraction, speedup
+from . import draws
 from .alone import candidates
 from .clock import at_clock_of
 from .graphs import agree, capture_everywhere
 from .record import environment
-from .timing import Method, Times, calls_per_round, interleaved, paired
+from .timing import Method, Times, calls_per_round, interleaved, meet, paired, rounded
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,10 @@ class Case:
     """Of the prediction: name or file; None: the one shipped for this device and number of ranks."""
 
 
-def inputs(case: Case, group: Group, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(case: Case, group: Group, device: torch.device) -> Qkv:
     """Random q, k, v (B, s, H, D) of this rank."""
-    generator = torch.Generator(device).manual_seed(1 + group.rank)
     shape = (case.batch, case.seq_len // group.size, case.num_heads, case.head_dim)
-    q, k, v = (torch.randn(shape, generator=generator, device=device, dtype=torch.float32) for _ in range(3))
-    dtype = getattr(torch, case.dtype)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return draws.qkv(shape, getattr(torch, case.dtype), device, seed=1 + group.rank)
 
 
 def measure(case: Case, device: torch.device, tick: Callable[[], object], prediction: dict[str, Any]) -> dict[str, Any]:
@@ -80,10 +78,7 @@ def measure(case: Case, device: torch.device, tick: Callable[[], object], predic
     assert workspace is not None
     sink, local = fused.peer_sink(workspace, plan.shape, q.dtype), fused.local_sink(plan.shape, q.dtype, device)
     memory, signals, scale = workspace.memory, workspace.signals, plan.request.scale
-
-    def barrier() -> None:
-        memory.signal(signals, Word.READY, advance=True, publish=True, wait=True)
-
+    barrier = partial(meet, memory, signals)
     rotated = (shards._q, shards._k, shards._v)
     # Each call of a measurement is one of its own, so a kernel that ends calls itself counts them, too.
     silent, counting = None, None
@@ -182,7 +177,7 @@ def _line(
         "hidden_fraction": hidden,
         "bitwise_equal": equal,
         "calls_per_round": calls,
-        "rounds_us": {name: [round(x, 2) for x in values] for name, values in times.items()},
+        "rounds_us": rounded(times),
     }
 
 
@@ -223,5 +218,5 @@ def differences_at_equal_clocks(times: Times, mhz: Times) -> dict[str, Any]:
             f"e_res_{which}_equal_clock_us": _us(as_alone - statistics.median(times[alone])),
         }
     fields["sm_mhz"] = {name: round(statistics.median(values), 1) for name, values in mhz.items()}
-    fields["rounds_mhz"] = {name: [round(x, 1) for x in values] for name, values in mhz.items()}
+    fields["rounds_mhz"] = rounded(mhz, 1)
     return fields

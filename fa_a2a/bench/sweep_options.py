@@ -125,10 +125,11 @@ def _emulate(arguments: argparse.Namespace) -> int:
         )
     if not 2 < num_ranks <= MAX_RANKS:
         raise ConfigurationError(f"--emulate takes 3 to {MAX_RANKS} ranks, got {num_ranks}; sweep measures 2")
-    if layer and not all(
-        (arguments.kernel in ("auto", "fa4"), arguments.head_dim in (None, 128), arguments.batch == 1)
+    dim = overlap_schedule.HEAD_DIM
+    if layer and not (
+        arguments.kernel in ("auto", "fa4") and arguments.head_dim in (None, dim) and arguments.batch == 1
     ):
-        raise ConfigurationError("--layer --emulate is for kernel fa4, head_dim 128 and batch 1; leave them out")
+        raise ConfigurationError(f"--layer --emulate is for kernel fa4, head_dim {dim} and batch 1; leave them out")
     if layer and num_ranks > overlap_schedule.MAX_RANKS:
         raise ConfigurationError(f"the layer is for at most {overlap_schedule.MAX_RANKS} ranks, got {num_ranks}")
     if layer:

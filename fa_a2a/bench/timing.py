@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..comm.symmetric import SymmetricBlock, SymmetricMemory
+from ..layout import Word
 from .clock import Clock
 
 Times = dict[str, list[float]]
@@ -83,6 +85,16 @@ def interleaved(
                     clocks.setdefault(name, []).append(-mhz)
         tick()
     return times
+
+
+def rounded(times: Times, digits: int = 2) -> Times:
+    """As lines record them."""
+    return {name: [round(x, digits) for x in values] for name, values in times.items()}
+
+
+def meet(memory: SymmetricMemory, signals: SymmetricBlock) -> None:
+    """Makes the ranks' streams go on together."""
+    memory.signal(signals, Word.READY, advance=True, publish=True, wait=True)
 
 
 def calls_per_round(call: Callable[[], object], device: torch.device) -> int:

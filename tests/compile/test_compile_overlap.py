@@ -6,11 +6,13 @@ from device_view import INT, attention_views, device_view
 from fa4_a2a.cache import cached_kernels
 from fa4_a2a.overlap import Counter, Geometry, OverlapPlan, Send, Step, load_overlap, send_order, whole_parts
 from fa4_a2a.persistent import DEFAULT_BUILD, load_persistent
-from fa4_a2a.signal import Flags
+from fa4_a2a.signal import FINGERPRINT, MAX_PARTS, PARTS, Flags
+
+from fa_a2a.ops.overlap import words
 
 P, ROWS, HEADS, D = 4, 1152, 6, 128
 KEYS = P * ROWS
-WORD, MARK = (1 << 41) + 1024, (1 << 41) + 512
+WORD, MARK = words(1 << 41, 1)
 
 
 def read(sass, dtype="bfloat16", with_lse=True):
@@ -110,7 +112,8 @@ def test_table_of_steps():
     own, next_ = steps.view(2, Step.WORDS).tolist()
     assert (own[Step.PEER], own[Step.ROWS]) == (1, 64)  # 3456 rows are 21.6 tiles of 160
     assert next_[Step.PEER] == 0
-    assert (next_[Step.WORD], next_[Step.FINGERPRINT]) == (WORD, MARK)
+    assert next_[Step.WORD] == (1 << 41) + 8 * (PARTS + MAX_PARTS * 1)
+    assert next_[Step.FINGERPRINT] == (1 << 41) + 8 * (FINGERPRINT + 1)
     row_bytes = HEADS * D * 2
     assert next_[Step.TO] == (1 << 40) + ROWS * row_bytes
     assert next_[Step.TO + 1] == (1 << 40) + (1 << 36) + (KEYS - 2 * ROWS) * row_bytes

@@ -241,39 +241,33 @@ def test_soak(refusal, options, message):
     assert message in refusal("soak", "--device", "cpu", *options.split())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("", "--emulate measures two GPUs, and torch sees none; fa-a2a audit tells"),
-        ("--layer", "torch sees none; fa-a2a audit tells"),
-        ("--device cuda", "torch sees none; fa-a2a audit tells"),
-        ("--device cpu", "two ranks on two GPUs, and draws nothing; got --device cpu; leave it out"),
-    ],
-)
-def test_emulation_is_of_gpus(refusal, monkeypatch, options, message):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert message in refusal("sweep", "--emulate", "8", *options.split())
+NO_GPU = "torch sees none; fa-a2a audit tells"
+LAYERS = "is for kernel fa4, head_dim 128 and batch 1"
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("gpus", "options", "message"),
     [
-        ("--emulate 8 --layer diffusers", "got --layer diffusers; leave it out"),
-        ("--emulate 8 --layer --head-dim 64", "is for kernel fa4, head_dim 128 and batch 1"),
-        ("--emulate 8 --layer --batch 2", "is for kernel fa4, head_dim 128 and batch 1"),
-        ("--emulate 16 --layer", "at most 8 ranks, got 16"),
-        ("--emulate 8 --plot x.png", "got --plot"),
-        ("--emulate 8 --ranks 4", "got --ranks 4; leave"),
-        ("--emulate 2", "--emulate takes 3 to 32 ranks, got 2; sweep measures 2"),
-        ("--emulate 33", "got 33"),
-        ("--emulate 8 --heads 12", "12 heads over 8 ranks"),
-        ("--emulate 8 --seq-lens 4609", "4609 tokens over 8 ranks"),
-        ("--emulate 8 --profile nonsense", "give a path, or one of"),
-        ("--emulate 8 --out .", "--out must be a file"),
+        (False, "8", f"--emulate measures two GPUs, and {NO_GPU}"),
+        (False, "8 --layer", NO_GPU),
+        (False, "8 --device cuda", NO_GPU),
+        (False, "8 --device cpu", "two ranks on two GPUs, and draws nothing; got --device cpu; leave it out"),
+        (True, "8 --layer diffusers", "got --layer diffusers; leave it out"),
+        (True, "8 --layer --head-dim 64", LAYERS),
+        (True, "8 --layer --batch 2", LAYERS),
+        (True, "16 --layer", "at most 8 ranks, got 16"),
+        (True, "8 --plot x.png", "got --plot"),
+        (True, "8 --ranks 4", "got --ranks 4; leave"),
+        (True, "2", "--emulate takes 3 to 32 ranks, got 2; sweep measures 2"),
+        (True, "33", "got 33"),
+        (True, "8 --heads 12", "12 heads over 8 ranks"),
+        (True, "8 --seq-lens 4609", "4609 tokens over 8 ranks"),
+        (True, "8 --profile nonsense", "give a path, or one of"),
+        (True, "8 --out .", "--out must be a file"),
     ],
 )
-def test_emulation(refusal, monkeypatch, options, message):
+def test_emulation(refusal, monkeypatch, gpus, options, message):
     """What is refused before a GPU is asked for anything; which kernel it runs is not asked here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(main.kernels, "problem", lambda *arguments: None)
-    assert message in refusal("sweep", *options.split())
+    assert message in refusal("sweep", "--emulate", *options.split())

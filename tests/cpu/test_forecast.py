@@ -67,10 +67,20 @@ def test_the_prediction_is_on_file_when_the_measurement_begins(tmp_path, monkeyp
 
     monkeypatch.setattr(main, "measure", measure)
     monkeypatch.setattr(main, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 4))
-    monkeypatch.setattr(forecast, "predict", lambda case, ranks, device: fields(case, ranks))
+    monkeypatch.setattr(forecast, "predict", lambda case, ranks, device, measured_with: fields(case, ranks))
     main.sweep_body(torch.device("cpu"), [CASE], out)
     before, after = (json.loads(text) for text in out.read_text().splitlines())
     assert after["predicted_at"] == before["predicted_at"]
+
+
+def test_what_two_gpus_are_to_measure_of_four_ranks_is_written_down_as_that(tmp_path, monkeypatch):
+    out = tmp_path / "emulated.jsonl"
+    monkeypatch.setattr(forecast, "predict", lambda case, ranks, device, measured_with: fields(case, ranks))
+    expected = forecast.written_down(CASE, 4, torch.device("cpu"), out, measured_with=2)
+    assert forecast.written_down(CASE, 4, torch.device("cpu"), None, measured_with=2).keys() == expected.keys()
+    (line,) = (json.loads(text) for text in out.read_text().splitlines())
+    assert (line["kind"], line["world_size"], line["num_ranks"]) == ("prediction", 2, 4)
+    assert line["predicted_sender_us"] == expected["predicted_sender_us"]
 
 
 def test_preview_for_a_machine_without_gpus():

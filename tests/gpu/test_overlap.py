@@ -35,7 +35,9 @@ class Rank:
 
     def __init__(self, device, kernel, ranks, rows, heads, rank, kv_parts=2, queries_first=0, fused=False):
         from fa4_a2a.overlap import Geometry, OverlapPlan, send_order, whole_parts
-        from fa4_a2a.signal import BLOCK_WORDS, EPOCH, FINGERPRINT, MAX_PARTS, PARTS, RECORD_WORDS
+        from fa4_a2a.signal import BLOCK_WORDS, EPOCH, FINGERPRINT, RECORD_WORDS
+
+        from fa_a2a.ops.overlap import words
 
         torch.manual_seed(rows + ranks)
         self.ranks, self.rows, self.heads, self.rank, self.device = ranks, rows, heads, rank, device
@@ -61,7 +63,7 @@ class Rank:
             self.sources,
             [(rank - p) % ranks for p in range(ranks)],
             [[self.buffers[t, p].data_ptr() for p in range(ranks)] for t in range(3)],
-            [(block + 8 * (PARTS + MAX_PARTS * rank), block + 8 * (FINGERPRINT + rank)) for block in addresses],
+            [words(block, rank) for block in addresses],
             device,
         )
         self.o = torch.full((ranks, rows, heads, 128), float("nan"), device=device).bfloat16()
