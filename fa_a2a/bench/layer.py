@@ -10,7 +10,7 @@ Methods:
   attention     the kernel alone on this rank's heads, the better of its tiles
 ready_us is a call's time until its output is complete: median over rounds of the slowest rank, methods interleaved.
 vs_attention_equal_clock, on GPUs: the ratio of SM cycles in place of times, of the rank with the slowest clock. A GPU
-at its power limit lowers its clock where more power is drawn, by stores to its peers among others (bench/clock.py). It
+at its power limit lowers its clock where more power is drawn, and changes it from round to round (bench/clock.py). It
 is a bound from above, since ranks wait for whichever is slower at the moment.
 Modes: eager, one call after another; graph, calls of a CUDA graph that holds LAYERS_PER_GRAPH of them.
 """

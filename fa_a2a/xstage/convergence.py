@@ -5,7 +5,7 @@ They agree within 5 us, 25 % of the cost or 0.5 % of attention's time, whichever
 a sharper one counts as it stands.
 
 A line may hold the sender-visible cost at equal clocks, too. The model knows no clocks: a GPU at its power limit lowers
-its own where the exchange draws power, and changes it from round to round. Where times decide nothing, that figure
+its own where more power is drawn, and changes it from round to round. Where times decide nothing, that figure
 does; a cost that lies apart in time only is told as that.
 """
 

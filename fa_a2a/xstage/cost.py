@@ -18,13 +18,13 @@ No terms for these:
 
 - Each call waits for the rank that is slowest in it. The calls of one H200, taken for ranks that go on their own, would
   wait 0.6 us or 0.1 % of a call (8 ranks: 0.3 %) for each other (tests/cpu/test_predicted_measured.py). Two H200s at
-  their power limit change their clocks each by itself: in SM cycles, ready lies 0.2 +- 0.4 us above sender-visible and
-  publication at 4608 tokens of 24 heads, 4.8 +- 1.5 at 8192, 14 +- 6 at 16384, up to 0.8 % of a call; next to nothing
-  in rounds in which one of them was slower throughout, most where their clocks were alike on average (2026-11-30).
-- The clock. Under attention of some milliseconds an H200 is at its power limit, at 1300 to 1600 MHz, and remote stores
-  draw some of that power: at 65536 tokens of 24 heads 369 +- 279 us more of 41 ms than local ones, in cycles -5 +- 55
-  us (sweep_h200x2.jsonl). A path that moves 2.5 GB/s is nearly idle; without pace, or at a third of it, the clock was
-  about the same.
+  their power limit change their clocks each by itself: in SM cycles, ready lies -0.1 +- 0.6 us above sender-visible and
+  publication at 4608 tokens of 24 heads, 2.8 +- 0.9 at 8192, 5 +- 4 at 16384, up to 0.5 % of a call (fa4's lines of
+  sweep_h200x2.jsonl, means of the rounds).
+- The clock. Under attention of some milliseconds an H200 is at its power limit, at 1200 to 1600 MHz, and moves from
+  round to round: at 65536 tokens of 24 heads remote stores took 203 +- 586 us more of 41 ms than local ones, in cycles
+  1 +- 84 us (sweep_h200x2.jsonl). There is no telling from such times whether they draw power of their own; the path
+  moves 2.4 GB/s then.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def test_costs_are_as_predicted(now):
 
 
 def test_what_was_asked_of_the_layer_on_four_ranks():
-    """24 heads in a graph: 150 us at 4608 tokens, 345 at 8192, 1.06 and 1.03 times attention at 16384 and 32768. 8192
-    took 350.1, and 343.1 in another run of the same code. At 32768 the clock moves by more than is asked, so cycles."""
+    """24 heads in a graph: 150 us at 4608 tokens, 345 at 8192, 1.06 and 1.03 times attention at 16384 and 32768. It is
+    350.1 at 8192, and a fiftieth more is let pass. At 32768 the clock moves by more than is asked, so cycles."""
     lines = {
         x["seq_len"]: x
         for x in recorded("emulated_layer_h200x2.jsonl", "emulated_layer")
